@@ -1,0 +1,21 @@
+# Decides whether the CUDA backend is built: sets KDA_HAS_CUDA.
+
+set(KDA_HAS_CUDA OFF)
+if(NOT KDA_CUDA STREQUAL "OFF")
+  include(CheckLanguage)
+  if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
+    set(CMAKE_CUDA_ARCHITECTURES 80-real 86-real 89-real 90a-real 100-real 120)
+  endif()
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    enable_language(CUDA)
+    find_package(CUDAToolkit REQUIRED)
+    set(CMAKE_CUDA_STANDARD 20)
+    set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+    set(KDA_HAS_CUDA ON)
+  elseif(KDA_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "KDA_CUDA=ON, but no CUDA compiler was found: put nvcc on PATH, set "
+                        "CMAKE_CUDA_COMPILER, or configure with KDA_CUDA=OFF")
+  endif()
+endif()
+message(STATUS "CUDA backend: ${KDA_HAS_CUDA} (KDA_CUDA=${KDA_CUDA})")

@@ -1,0 +1,78 @@
+// Problem -> Plan -> run.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "kda/problem.h"
+#include "kda/status.h"
+#include "kda/types.h"
+
+namespace kda {
+
+/// Choices that do not change what is computed.
+struct Options {
+  /// Implementation to use: a name ("cpu_chunk_fwd"), a family ("cpu", "reference"), or several
+  /// separated by commas. Empty: environment variable KDA_IMPL, else the first that supports the
+  /// problem. An explicit choice never falls back.
+  std::string implementation;
+  /// Threads of the CPU backend; 0 = OpenMP's default. Results do not depend on it.
+  int32_t threads = 0;
+};
+
+/// Addresses for one run. Tensors that the problem does not name are ignored.
+struct Args {
+  std::array<void*, kTensorCount> data{};
+  void* workspace = nullptr;  ///< At least Plan::workspace_bytes(), 64-byte aligned (256 on CUDA).
+  std::size_t workspace_bytes = 0;
+
+  Args& in(TensorId id, const void* address) {
+    data[static_cast<std::size_t>(id)] = const_cast<void*>(address);
+    return *this;
+  }
+  Args& out(TensorId id, void* address) {
+    data[static_cast<std::size_t>(id)] = address;
+    return *this;
+  }
+  void* operator[](TensorId id) const { return data[static_cast<std::size_t>(id)]; }
+};
+
+class Executor;
+
+/// A chosen implementation, ready to run any number of times from any thread. Cheap to copy.
+class Plan {
+ public:
+  /// The validated problem.
+  const Problem& problem() const;
+  const Device& device() const;
+  /// For example "cpu_chunk_fwd".
+  std::string_view implementation() const;
+  /// Scratch memory that one run needs; runs at the same time need one workspace each.
+  std::size_t workspace_bytes() const;
+
+  /// Computes. On the CPU it returns when done. On CUDA it enqueues on `stream` (a cudaStream_t)
+  /// and returns: no allocation, no synchronisation, capturable in a graph.
+  ///
+  /// Inputs are never written, except that final_state may be the same tensor as initial_state.
+  /// Otherwise outputs must not overlap inputs, other outputs or the workspace.
+  Status run(const Args& args, void* stream = nullptr) const;
+
+ private:
+  friend Result<Plan> make_plan(const Problem&, const Device&, const Options&);
+  explicit Plan(std::shared_ptr<const Executor> executor) : executor_(std::move(executor)) {}
+
+  std::shared_ptr<const Executor> executor_;
+};
+
+/// Chooses the fastest implementation that supports the problem. kInvalidArgument: the problem is
+/// wrong; kUnsupported: the message names, for each candidate, the missing feature.
+Result<Plan> make_plan(const Problem& problem, const Device& device = {},
+                       const Options& options = {});
+
+/// OK exactly when make_plan would succeed.
+Status supports(const Problem& problem, const Device& device = {}, const Options& options = {});
+
+}  // namespace kda

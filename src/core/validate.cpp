@@ -1,0 +1,320 @@
+// Problem::validated: every check that needs neither a device nor tensor contents.
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <string>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "core/shape.h"
+#include "kda/problem.h"
+
+namespace kda {
+namespace {
+
+// Largest size or element span that keeps byte offsets of 8-byte elements inside int64.
+constexpr int64_t kMaxElements = std::numeric_limits<int64_t>::max() / 16;
+
+template <class... Parts>
+Status invalid(fmt::format_string<Parts...> text, Parts&&... parts) {
+  return {StatusCode::kInvalidArgument, fmt::format(text, std::forward<Parts>(parts)...)};
+}
+
+bool is_stage(Operation operation) {
+  return operation != Operation::kChunkForward && operation != Operation::kChunkBackward &&
+         operation != Operation::kRecurrent;
+}
+
+bool uses_letter(Operation operation, std::string_view shape_part) {
+  return std::any_of(tensors_of(operation).begin(), tensors_of(operation).end(),
+                     [&](const TensorSpec& spec) {
+                       return spec.shape.find(shape_part) != std::string_view::npos;
+                     });
+}
+
+Status check_size(std::string_view name, int64_t value, int64_t least, int64_t most) {
+  if (value >= least && value <= most) return {};
+  return invalid("size {}: found {}, expected {}..{}", name, value, least, most);
+}
+
+Status check_sizes(const Problem& problem) {
+  const Sizes& s = problem.sizes;
+  constexpr int64_t kMost = int64_t{1} << 48;
+  const int64_t least_v = uses_letter(problem.operation, ",V]") ? 1 : 0;
+  for (const Status& status :
+       {check_size("B", s.B, 1, kMost), check_size("T", s.T, 0, kMost),
+        check_size("H", s.H, 1, kMost), check_size("HV", s.HV, 1, kMost),
+        check_size("K", s.K, 1, 256), check_size("V", s.V, least_v, kMost)}) {
+    if (!status.ok()) return status;
+  }
+  if (s.HV % s.H != 0) {
+    return invalid("size HV: found {}, expected a multiple of H = {} (grouped value heads)", s.HV,
+                   s.H);
+  }
+  if (problem.packed()) {
+    if (s.B != 1) {
+      return invalid("size B: found {} with cu_seqlens, expected 1 (pack all sequences in one row)",
+                     s.B);
+    }
+    if (Status status = check_size("N", s.N, 0, kMost); !status.ok()) return status;
+  }
+  if (problem.has(TensorId::kStateIndices)) return check_size("P", s.P, 1, kMost);
+  return {};
+}
+
+Status check_gate(const Problem& problem) {
+  const bool has_gate = problem.gate != Gate::kNone;
+  switch (problem.gate) {
+    case Gate::kNone:
+    case Gate::kSoftplus:
+    case Gate::kLowerBound:
+      break;
+    default:
+      return invalid("gate: found value {}, expected none, softplus or lower_bound",
+                     static_cast<int32_t>(problem.gate));
+  }
+  if (problem.gate == Gate::kLowerBound) {
+    if (!std::isfinite(problem.lower_bound) || problem.lower_bound >= 0) {
+      return invalid("lower_bound: found {}, expected a finite number below 0",
+                     problem.lower_bound);
+    }
+  } else if (problem.lower_bound != 0) {
+    return invalid("lower_bound: found {} with gate {}, expected it only with gate lower_bound",
+                   problem.lower_bound, name_of(problem.gate));
+  }
+  if (problem.gate == Gate::kSoftplus && !problem.has(TensorId::kALog)) {
+    return invalid("A_log: absent, expected [HV]: the softplus gate needs it");
+  }
+  for (TensorId id : {TensorId::kALog, TensorId::kDtBias}) {
+    if (!has_gate && problem.has(id)) {
+      return invalid(
+          "{}: given with gate none, expected it only with a softplus or lower_bound "
+          "gate",
+          name_of(id));
+    }
+  }
+  if (problem.has(TensorId::kDALog) && !problem.has(TensorId::kALog)) {
+    return invalid("dA_log: asked for without A_log; give A_log or leave dA_log out");
+  }
+  if (problem.has(TensorId::kDdtBias) && !problem.has(TensorId::kDtBias)) {
+    return invalid("ddt_bias: asked for without dt_bias; give dt_bias or leave ddt_bias out");
+  }
+  return {};
+}
+
+Status check_options(const Problem& problem) {
+  if (problem.chunk_size != 64 && problem.chunk_size != 32) {
+    return invalid("chunk_size: found {}, expected 64 or 32", problem.chunk_size);
+  }
+  if (problem.scale && !std::isfinite(*problem.scale)) {
+    return invalid("scale: found {}, expected a finite number", *problem.scale);
+  }
+  if (is_stage(problem.operation)) {
+    if (problem.qk_l2norm || problem.beta_sigmoid) {
+      return invalid(
+          "{}: found set for stage {}, expected stages to get normalised q, k and "
+          "activated beta",
+          problem.qk_l2norm ? "qk_l2norm" : "beta_sigmoid", name_of(problem.operation));
+    }
+    if (problem.gate != Gate::kNone && problem.operation != Operation::kGateCumsum) {
+      return invalid("gate: found {} for stage {}, expected none: stage gate_cumsum applies it",
+                     name_of(problem.gate), name_of(problem.operation));
+    }
+  }
+  if (problem.allow_neg_eigval && !problem.beta_sigmoid) {
+    return invalid(
+        "allow_neg_eigval: set without beta_sigmoid, expected both (it doubles the "
+        "sigmoid), or pass beta values up to 2 directly");
+  }
+  return check_gate(problem);
+}
+
+bool rule_accepts(DTypeRule rule, DType dtype, DType q) {
+  const bool is_float =
+      dtype == DType::kBF16 || dtype == DType::kF16 || dtype == DType::kF32 || dtype == DType::kF64;
+  switch (rule) {
+    case DTypeRule::kIo:
+    case DTypeRule::kFloatIo:
+    case DTypeRule::kFloat:
+      return is_float;
+    case DTypeRule::kSameAsQ:
+      return dtype == q;
+    case DTypeRule::kAccurate:
+      return dtype == DType::kF32 || dtype == DType::kF64;
+    case DTypeRule::kIndex:
+      return dtype == DType::kI32 || dtype == DType::kI64;
+    case DTypeRule::kInt32:
+      return dtype == DType::kI32;
+  }
+  return false;
+}
+
+auto extents(const TensorLayout& layout) {
+  return fmt::join(layout.shape.begin(), layout.shape.begin() + layout.rank, ",");
+}
+
+Status check_canonical_size(const TensorSpec& spec, const TensorLayout& expected) {
+  int64_t count = 1;
+  for (int32_t i = 0; i < expected.rank; ++i) {
+    const int64_t extent = expected.shape[static_cast<std::size_t>(i)];
+    if (extent == 0) return {};
+    if (count > kMaxElements / extent) {
+      return invalid("{}: shape [{}] is too large, expected at most {} elements", name_of(spec.id),
+                     extents(expected), kMaxElements);
+    }
+    count *= extent;
+  }
+  return {};
+}
+
+/// Sufficient and, for slices and permutations of dense tensors, necessary.
+bool overlaps_itself(const TensorLayout& layout) {
+  std::array<std::size_t, 4> order{0, 1, 2, 3};
+  std::sort(order.begin(), order.end(),
+            [&](std::size_t a, std::size_t b) { return layout.stride[a] < layout.stride[b]; });
+  int64_t reach = 0;  // largest offset inside one step of the next dimension
+  for (const std::size_t dim : order) {
+    if (layout.shape[dim] <= 1) continue;  // also the dimensions beyond the rank
+    if (layout.stride[dim] <= reach) return true;
+    reach += (layout.shape[dim] - 1) * layout.stride[dim];
+  }
+  return false;
+}
+
+Status check_strides(const TensorSpec& spec, const TensorLayout& layout) {
+  int64_t span = 1;
+  for (int32_t i = 0; i < layout.rank; ++i) {
+    const auto index = static_cast<std::size_t>(i);
+    const int64_t steps = layout.shape[index] - 1;
+    const int64_t stride = layout.stride[index];
+    if (stride < 0) {
+      return invalid("{}: stride {} of dimension {}, expected 0 or more", name_of(spec.id), stride,
+                     i);
+    }
+    if (steps > 0 && stride > (kMaxElements - span) / steps) {
+      return invalid("{}: stride {} of dimension {} leaves the address space", name_of(spec.id),
+                     stride, i);
+    }
+    if (steps > 0) span += steps * stride;
+  }
+  if (spec.role == Role::kOutput && count_elements(layout) > 0 && overlaps_itself(layout)) {
+    return invalid(
+        "{}: strides [{}] make elements of the output overlap, expected distinct "
+        "addresses",
+        name_of(spec.id),
+        fmt::join(layout.stride.begin(), layout.stride.begin() + layout.rank, ","));
+  }
+  return {};
+}
+
+/// A bias or its gradient may come flat, as [HV*K].
+bool unflatten(const TensorSpec& spec, const TensorLayout& expected, TensorLayout& layout) {
+  if (spec.shape != "[HV,K]" || layout.rank != 1 ||
+      layout.shape[0] != expected.shape[0] * expected.shape[1]) {
+    return false;
+  }
+  layout.rank = 2;
+  layout.shape = expected.shape;
+  layout.stride[1] = layout.stride[0];
+  layout.stride[0] *= expected.shape[1];
+  return true;
+}
+
+Status resolve_tensor(Problem& problem, const TensorSpec& spec) {
+  TensorLayout layout = problem[spec.id];
+  const std::string_view name = name_of(spec.id);
+  if (!layout.present()) {
+    if (!spec.required) return {};
+    return invalid("{}: absent, expected {} ({})", name, spec.shape, spec.about);
+  }
+  const DType q = tensors_of(problem.operation).front().dtypes == DTypeRule::kIo
+                      ? problem[tensors_of(problem.operation).front().id].dtype
+                      : DType::kNone;
+  if (!rule_accepts(spec.dtypes, layout.dtype, q)) {
+    return invalid("{}: found dtype {}, expected {}", name, name_of(layout.dtype),
+                   spec.dtypes == DTypeRule::kSameAsQ ? fmt::format("{} as q", name_of(q))
+                                                      : std::string(describe(spec.dtypes)));
+  }
+  const TensorLayout expected = problem.canonical_layout(spec.id);
+  if (Status status = check_canonical_size(spec, expected); !status.ok()) return status;
+  if (layout.rank == 0) layout = expected;
+  if (layout.rank < 0 || layout.rank > 4) {
+    return invalid("{}: found rank {}, expected {}", name, layout.rank, expected.rank);
+  }
+  if (!unflatten(spec, expected, layout) &&
+      (layout.rank != expected.rank ||
+       !std::equal(expected.shape.begin(), expected.shape.begin() + expected.rank,
+                   layout.shape.begin()))) {
+    return invalid("{}: found shape [{}], expected [{}] = {}{}", name, extents(layout),
+                   extents(expected), spec.shape,
+                   problem.state_v_first && spec.shape == "[S,HV,K,V]" ? " with V before K" : "");
+  }
+  if (Status status = check_strides(spec, layout); !status.ok()) return status;
+  problem.set(spec.id, layout);
+  return {};
+}
+
+Status check_membership(const Problem& problem) {
+  const auto specs = tensors_of(problem.operation);
+  for (int i = 0; i < kTensorCount; ++i) {
+    const auto id = static_cast<TensorId>(i);
+    if (!problem.has(id)) continue;
+    if (std::none_of(specs.begin(), specs.end(),
+                     [&](const TensorSpec& spec) { return spec.id == id; })) {
+      return invalid("{}: given, but {} does not use it", name_of(id), name_of(problem.operation));
+    }
+  }
+  if (std::none_of(specs.begin(), specs.end(), [&](const TensorSpec& spec) {
+        return spec.role == Role::kOutput && (spec.required || problem.has(spec.id));
+      })) {
+    return invalid("outputs: none asked for, expected at least one of {}'s",
+                   name_of(problem.operation));
+  }
+  return {};
+}
+
+/// Inputs that only some outputs need.
+Status check_needs(const Problem& problem) {
+  struct Need {
+    Operation operation;
+    TensorId output;
+    TensorId input;
+  };
+  constexpr std::array kNeeds = {
+      Need{Operation::kWu, TensorId::kQg, TensorId::kQ},
+      Need{Operation::kWu, TensorId::kU, TensorId::kV},
+      Need{Operation::kStateScan, TensorId::kDqRaw, TensorId::kDo},
+      Need{Operation::kRecurrent, TensorId::kStateIndices, TensorId::kInitialState},
+      Need{Operation::kRecurrent, TensorId::kStateIndices, TensorId::kFinalState},
+  };
+  for (const Need& need : kNeeds) {
+    if (problem.operation == need.operation && problem.has(need.output) &&
+        !problem.has(need.input)) {
+      return invalid("{}: absent, expected it because {} is present", name_of(need.input),
+                     name_of(need.output));
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+Result<Problem> Problem::validated() const {
+  Problem problem = *this;
+  if (tensors_of(operation).empty()) {
+    return invalid("operation: found value {}, expected 0..{}", static_cast<int32_t>(operation),
+                   kOperationCount - 1);
+  }
+  for (auto* check : {check_membership, check_sizes, check_options}) {
+    if (Status status = check(problem); !status.ok()) return status;
+  }
+  for (const TensorSpec& spec : tensors_of(operation)) {
+    if (Status status = resolve_tensor(problem, spec); !status.ok()) return status;
+  }
+  if (Status status = check_needs(problem); !status.ok()) return status;
+  return problem;
+}
+
+}  // namespace kda
