@@ -32,8 +32,11 @@ struct IntraShared {
   Real *pairs, *q, *k, *gamma, *beta;
 
   __device__ explicit IntraShared(Real* base)
-      : pairs(base), q(pairs + 2 * kTriangle), k(q + kTileRows * kStride),
-        gamma(k + kTileRows * kStride), beta(gamma + kTileRows * kStride) {}
+      : pairs(base),
+        q(pairs + 2 * kTriangle),
+        k(q + kTileRows * kStride),
+        gamma(k + kTileRows * kStride),
+        beta(gamma + kTileRows * kStride) {}
 
   __device__ void pair(int i, int j, Real& dP, Real& dL) const {
     Real both[2];

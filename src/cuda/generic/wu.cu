@@ -22,7 +22,11 @@ struct WuShared {
   Real *A, *rhs, *rq, *rk, *beta, *last;
 
   __device__ explicit WuShared(Real* base)
-      : A(base), rhs(A + kTile), rq(rhs + kTile), rk(rq + kTileRows), beta(rk + kTileRows),
+      : A(base),
+        rhs(A + kTile),
+        rq(rhs + kTile),
+        rk(rq + kTileRows),
+        beta(rk + kTileRows),
         last(beta + kTileRows) {}
 };
 

@@ -29,8 +29,12 @@ struct WyKeyShared {
   Real *panels, *rq, *rk, *beta, *h_dh, *last;
 
   __device__ explicit WyKeyShared(Real* base)
-      : panels(base), rq(panels + 5 * kPanel), rk(rq + kTileRows), beta(rk + kTileRows),
-        h_dh(beta + kTileRows), last(h_dh + kParts * kTileRows) {}
+      : panels(base),
+        rq(panels + 5 * kPanel),
+        rk(rq + kTileRows),
+        beta(rk + kTileRows),
+        h_dh(beta + kTileRows),
+        last(h_dh + kParts * kTileRows) {}
 };
 
 /// -Y = R h^T, do h^T, v_new dh^T for channels k0.., and a thread's part of rowsum_V(h . dh).

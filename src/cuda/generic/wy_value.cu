@@ -21,7 +21,10 @@ struct WyShared {
   Real *A, *value, *R, *grad_o, *beta;
 
   __device__ explicit WyShared(Real* base)
-      : A(base), value(A + kTileRows * kPanelStride), R(value + kValue), grad_o(R + kPanel),
+      : A(base),
+        value(A + kTileRows * kPanelStride),
+        R(value + kValue),
+        grad_o(R + kPanel),
         beta(grad_o + kPanel) {}
 };
 
