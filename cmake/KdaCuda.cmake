@@ -9,7 +9,11 @@ if(NOT KDA_CUDA STREQUAL "OFF")
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)
     enable_language(CUDA)
-    find_package(CUDAToolkit REQUIRED)
+    include(${CMAKE_CURRENT_LIST_DIR}/KdaFindCudaToolkit.cmake)
+    if(NOT TARGET CUDA::cudart_static)
+      message(FATAL_ERROR "Found ${CMAKE_CUDA_COMPILER}, but no libcudart_static.a of its toolkit: "
+                          "install the CUDA runtime, or configure with KDA_CUDA=OFF")
+    endif()
     if(NOT DEFINED CMAKE_CUDA20_STANDARD_COMPILE_OPTION)
       # CMake 3.25.1 does not know that nvcc takes C++20 from 12.0 on.
       set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")

@@ -224,7 +224,7 @@ __device__ void load_pairs(const IntraBackwardParams& p, const IntraShared<Real>
 }
 
 template <class Real>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm<Real>)
     intra_bwd(const __grid_constant__ IntraBackwardParams p) {
   const IntraShared<Real> shared(shared_memory<Real>());
   const int64_t tiles = p.sequences.chunk_rows * p.heads.HV;

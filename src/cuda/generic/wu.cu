@@ -68,7 +68,8 @@ __device__ void key_columns(const WuParams& p, const WuShared<Real>& shared, con
 }
 
 template <class Real>
-__global__ void __launch_bounds__(kThreads) wu(const __grid_constant__ WuParams p) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm<Real>)
+    wu(const __grid_constant__ WuParams p) {
   const WuShared<Real> shared(shared_memory<Real>());
   const int64_t tiles = p.sequences.chunk_rows * p.heads.HV;
   const int64_t G = p.heads.HV / p.heads.H;

@@ -146,7 +146,8 @@ __device__ void finish_columns(const WyKeyParams& p, const WyKeyShared<Real>& sh
 }
 
 template <class Real>
-__global__ void __launch_bounds__(kThreads) wy_key(const __grid_constant__ WyKeyParams p) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm<Real>)
+    wy_key(const __grid_constant__ WyKeyParams p) {
   const WyKeyShared<Real> shared(shared_memory<Real>());
   const int64_t tiles = p.sequences.chunk_rows * p.heads.HV;
   const int64_t G = p.heads.HV / p.heads.H;

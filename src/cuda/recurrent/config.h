@@ -21,6 +21,10 @@ inline constexpr int kStateVector = kStateVectorBytes / static_cast<int>(sizeof(
 template <class State>
 inline constexpr int kRecurrentColumns = kVectorLanes* kStateVector<State>;
 
+/// Blocks that share an SM: bounds the registers, and sets how many bytes are in flight.
+template <class State>
+inline constexpr int kRecurrentBlocksPerSm = sizeof(State) == 4 ? 6 : 4;
+
 /// The any-shape kernel: a K x columns tile of the state in shared memory.
 inline constexpr int kAnyThreads = 256;
 template <class Real>

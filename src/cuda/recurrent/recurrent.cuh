@@ -230,7 +230,7 @@ __device__ __forceinline__ void save_outputs(const RecurrentParams& p, const Rec
 }
 
 template <class Layout, class State, int K>
-__global__ void __launch_bounds__(kRecurrentThreads)
+__global__ void __launch_bounds__(kRecurrentThreads, kRecurrentBlocksPerSm<State>)
     recurrent_step(const __grid_constant__ RecurrentParams p) {
   constexpr int kColumns = kRecurrentColumns<State>;
   __shared__ TokenBlock<float, K, kColumns> block;
