@@ -1,6 +1,7 @@
 // What is built in and what this machine has.
 #pragma once
 
+#include <cstddef>
 #include <string>
 #include <string_view>
 #include <vector>

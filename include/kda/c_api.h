@@ -1,9 +1,10 @@
 /* C interface of native-kda: the whole library behind plain C types.
  *
- * Every function returns a kda_status; kda_last_error() then has one line of text for the calling
- * thread. Structures are filled by their _init function, which also stores struct_size, so that a
- * newer library can serve an older caller. Enumerators have the values of the C++ enums of the same
- * name (kda/types.h). Shapes, dtypes and meanings of tensors: kda_tensor_spec_at. */
+ * Most functions return a kda_status; kda_last_error() then has one line of text for the calling
+ * thread. None throws. Structures are filled by their _init function, which also stores
+ * struct_size: the library tells by it which header the caller was built with. Enumerators have the
+ * values of the C++ enums of the same name (kda/types.h). Shapes, dtypes and meanings of tensors:
+ * kda_tensor_spec_at. */
 #ifndef KDA_C_API_H_
 #define KDA_C_API_H_
 
@@ -16,11 +17,15 @@
 #define KDA_API
 #endif
 
+/* In C++ the underlying type is fixed, so that every value a C caller may pass is a valid one. */
 #ifdef __cplusplus
+#define KDA_INT32 : int32_t
 extern "C" {
+#else
+#define KDA_INT32
 #endif
 
-typedef enum kda_status {
+typedef enum kda_status KDA_INT32 {
   KDA_OK = 0,
   KDA_INVALID_ARGUMENT = 1, /* the call itself is wrong */
   KDA_UNSUPPORTED = 2,      /* this implementation or machine cannot; the text names the feature */
@@ -29,7 +34,7 @@ typedef enum kda_status {
   KDA_INTERNAL = 5
 } kda_status;
 
-typedef enum kda_dtype {
+typedef enum kda_dtype KDA_INT32 {
   KDA_NONE = 0, /* the tensor is absent */
   KDA_BF16 = 1,
   KDA_F16 = 2,
@@ -39,15 +44,15 @@ typedef enum kda_dtype {
   KDA_I64 = 6
 } kda_dtype;
 
-typedef enum kda_device_type { KDA_CPU = 0, KDA_CUDA = 1 } kda_device_type;
+typedef enum kda_device_type KDA_INT32 { KDA_CPU = 0, KDA_CUDA = 1 } kda_device_type;
 
-typedef enum kda_gate {
+typedef enum kda_gate KDA_INT32 {
   KDA_GATE_NONE = 0,
   KDA_GATE_SOFTPLUS = 1,
   KDA_GATE_LOWER_BOUND = 2
 } kda_gate;
 
-typedef enum kda_operation {
+typedef enum kda_operation KDA_INT32 {
   KDA_CHUNK_FORWARD = 0,
   KDA_CHUNK_BACKWARD = 1,
   KDA_RECURRENT = 2,
@@ -61,7 +66,7 @@ typedef enum kda_operation {
   KDA_INTRA_BACKWARD = 10
 } kda_operation;
 
-typedef enum kda_tensor_id {
+typedef enum kda_tensor_id KDA_INT32 {
   KDA_Q = 0,
   KDA_K,
   KDA_V,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
@@ -15,15 +16,14 @@ namespace kda {
 
 /// Sizes of a problem, in elements.
 struct Sizes {
-  int64_t B = 1;  ///< Batch rows. Must be 1 for packed input.
-  int64_t T = 0;  ///< Tokens per batch row; with cu_seqlens the packed capacity.
-  int64_t H = 1;  ///< Query and key heads.
-  int64_t HV =
-      1;          ///< Value heads, a multiple of H; value head hv reads q, k of head hv / (HV / H).
-  int64_t K = 0;  ///< Head dim of q, k, g: 1..256.
-  int64_t V = 0;  ///< Head dim of v, o: 1 or more.
-  int64_t N = 0;  ///< Packed sequences, len(cu_seqlens) - 1. Ignored without cu_seqlens.
-  int64_t P = 0;  ///< States in the pool. Ignored without state_indices.
+  int64_t B = 1;   ///< Batch rows. Must be 1 for packed input.
+  int64_t T = 0;   ///< Tokens per batch row; with cu_seqlens the packed capacity.
+  int64_t H = 1;   ///< Query and key heads.
+  int64_t HV = 1;  ///< Value heads, a multiple of H; head hv reads q, k of head hv / (HV / H).
+  int64_t K = 0;   ///< Head dim of q, k, g: 1..256.
+  int64_t V = 0;   ///< Head dim of v, o: 1 or more.
+  int64_t N = 0;   ///< Packed sequences, len(cu_seqlens) - 1. Ignored without cu_seqlens.
+  int64_t P = 0;   ///< States in the pool. Ignored without state_indices.
 };
 
 /// Element type and placement of one tensor.
@@ -103,7 +103,9 @@ struct Problem {
   Problem& set(TensorId id, DType dtype);
   Problem& set(TensorId id, const TensorLayout& layout);
 
-  const TensorLayout& operator[](TensorId id) const { return tensors[static_cast<size_t>(id)]; }
+  const TensorLayout& operator[](TensorId id) const {
+    return tensors[static_cast<std::size_t>(id)];
+  }
   bool has(TensorId id) const { return (*this)[id].present(); }
   bool packed() const { return has(TensorId::kCuSeqlens); }
   /// Number of sequences: N if packed, else B.

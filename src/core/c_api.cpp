@@ -1,8 +1,10 @@
 #include "kda/c_api.h"
 
 #include <algorithm>
+#include <exception>
 #include <new>
 #include <string>
+#include <utility>
 
 #include <fmt/format.h>
 
@@ -23,27 +25,38 @@ static_assert(static_cast<int>(KDA_INTRA_BACKWARD) + 1 == kda::kOperationCount);
 
 thread_local std::string last_error;
 
-kda_status report(const Status& status) {
-  last_error = status.message();
-  return static_cast<kda_status>(status.code());
+kda_status report(StatusCode code, const char* text) noexcept {
+  try {
+    last_error = text;
+  } catch (...) {
+    last_error.clear();  // no memory for the text; the code still tells
+  }
+  return static_cast<kda_status>(code);
 }
 
 /// Runs `body`, turning what it throws into a status: no exception crosses the C interface.
 template <class Body>
-kda_status guarded(Body&& body) {
+kda_status guarded(Body&& body) noexcept {
   try {
-    return report(body());
+    const Status status = body();
+    return report(status.code(), status.message().c_str());
   } catch (const std::bad_alloc&) {
-    return report({StatusCode::kOutOfMemory, "out of host memory"});
+    return report(StatusCode::kOutOfMemory, "out of host memory");
   } catch (const std::exception& error) {
-    return report({StatusCode::kInternal, error.what()});
+    return report(StatusCode::kInternal, error.what());
+  } catch (...) {
+    return report(StatusCode::kInternal, "unknown exception");
   }
 }
 
 Status invalid(std::string text) { return {StatusCode::kInvalidArgument, std::move(text)}; }
 
-/// Null or uninitialised structures. A larger one comes from a newer header and is refused, since
-/// this library would not read all of it.
+Status unknown_operation(kda_operation operation) {
+  return invalid(fmt::format("operation: found value {}, expected 0..{}",
+                             static_cast<int32_t>(operation), kda::kOperationCount - 1));
+}
+
+/// Null or uninitialised structures, and those of another header: every size is one version.
 template <class Struct>
 Status check_struct(const Struct* value, const char* name) {
   if (value == nullptr) return invalid(fmt::format("{}: null pointer", name));
@@ -118,6 +131,7 @@ const char* kda_status_name(kda_status status) {
 }
 
 void kda_problem_init(kda_problem* problem) {
+  if (problem == nullptr) return;
   *problem = {};
   problem->struct_size = sizeof *problem;
   problem->B = problem->H = problem->HV = 1;
@@ -128,8 +142,9 @@ kda_status kda_problem_make(kda_problem* problem, kda_operation operation, int64
                             int64_t H, int64_t HV, int64_t K, int64_t V, kda_dtype io) {
   return guarded([&]() -> Status {
     if (problem == nullptr) return invalid("kda_problem: null pointer");
-    const auto made = kda::Problem::make(static_cast<kda::Operation>(operation),
-                                         {.B = B, .T = T, .H = H, .HV = HV, .K = K, .V = V},
+    const auto wanted = static_cast<kda::Operation>(operation);
+    if (kda::tensors_of(wanted).empty()) return unknown_operation(operation);
+    const auto made = kda::Problem::make(wanted, {.B = B, .T = T, .H = H, .HV = HV, .K = K, .V = V},
                                          static_cast<kda::DType>(io));
     kda_problem_init(problem);
     problem->operation = operation;
@@ -147,11 +162,13 @@ kda_status kda_problem_make(kda_problem* problem, kda_operation operation, int64
 }
 
 void kda_options_init(kda_options* options) {
+  if (options == nullptr) return;
   *options = {};
   options->struct_size = sizeof *options;
 }
 
 void kda_args_init(kda_args* args) {
+  if (args == nullptr) return;
   *args = {};
   args->struct_size = sizeof *args;
 }
@@ -220,6 +237,7 @@ kda_status kda_tensor_spec_at(kda_operation operation, int32_t index, kda_tensor
   return guarded([&]() -> Status {
     if (spec == nullptr) return invalid("spec: null pointer");
     const auto specs = kda::tensors_of(static_cast<kda::Operation>(operation));
+    if (specs.empty()) return unknown_operation(operation);
     if (index < 0 || static_cast<size_t>(index) >= specs.size()) {
       return invalid(fmt::format("index: found {}, expected 0..{}", index,
                                  static_cast<int64_t>(specs.size()) - 1));

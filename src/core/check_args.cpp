@@ -12,10 +12,23 @@ namespace {
 struct Range {
   TensorId id;
   Role role;
-  std::uintptr_t begin;
+  std::uintptr_t begin;  // of the first element
+  std::uintptr_t last;   // of the last element
   std::uintptr_t end;
-  bool dense;  // no gaps, so that overlapping ranges mean overlapping elements
+  bool dense;  // no gaps: every byte from begin to end belongs to an element
+
+  bool holds(std::uintptr_t address) const { return begin <= address && address < end; }
 };
+
+/// True only if the two surely share an element. Views that interleave (heads of one buffer) have
+/// ranges that overlap without that.
+bool share_memory(const Range& a, const Range& b) {
+  if (a.end <= b.begin || b.end <= a.begin) return false;
+  if (a.dense && b.dense) return true;
+  if (a.begin == b.begin || a.last == b.last) return true;
+  return (a.dense && (a.holds(b.begin) || a.holds(b.last))) ||
+         (b.dense && (b.holds(a.begin) || b.holds(a.last)));
+}
 
 bool may_share(const Problem& problem, const Range& a, const Range& b) {
   const bool states = (a.id == TensorId::kInitialState && b.id == TensorId::kFinalState) ||
@@ -25,9 +38,9 @@ bool may_share(const Problem& problem, const Range& a, const Range& b) {
 }
 
 Status overlap(const Range& a, std::string_view other) {
-  return {StatusCode::kInvalidArgument,
-          fmt::format("{}: its memory overlaps {}, expected outputs apart from everything else",
-                      name_of(a.id), other)};
+  return {StatusCode::kInvalidArgument, fmt::format("{}: its memory overlaps {}, expected outputs "
+                                                    "and the workspace apart from everything else",
+                                                    name_of(a.id), other)};
 }
 
 }  // namespace
@@ -49,9 +62,10 @@ Status check_args(const Problem& problem, const Args& args, std::size_t workspac
               fmt::format("{}: address {:#x} is not a multiple of {}, the size of {}",
                           name_of(spec.id), address, size_of(layout.dtype), name_of(layout.dtype))};
     }
-    ranges[count++] = {spec.id, spec.role, address,
-                       address + static_cast<std::uintptr_t>(problem.bytes(spec.id)),
-                       span_elements(layout) == count_elements(layout)};
+    const std::uintptr_t end = address + static_cast<std::uintptr_t>(problem.bytes(spec.id));
+    ranges[count++] = {spec.id, spec.role,
+                       address, end - size_of(layout.dtype),
+                       end,     span_elements(layout) == count_elements(layout)};
   }
   const auto workspace = reinterpret_cast<std::uintptr_t>(args.workspace);
   if (args.workspace_bytes < workspace_bytes || (workspace_bytes > 0 && workspace == 0)) {
@@ -67,14 +81,14 @@ Status check_args(const Problem& problem, const Args& args, std::size_t workspac
   }
   for (std::size_t i = 0; i < count; ++i) {
     const Range& a = ranges[i];
-    if (a.role != Role::kOutput) continue;
     if (workspace_bytes > 0 && a.begin < workspace + workspace_bytes && workspace < a.end) {
       return overlap(a, "the workspace");
     }
+    if (a.role != Role::kOutput) continue;
     for (std::size_t j = 0; j < count; ++j) {
       const Range& b = ranges[j];
-      if (i == j || !a.dense || !b.dense || a.end <= b.begin || b.end <= a.begin) continue;
-      if (!may_share(problem, a, b)) return overlap(a, name_of(b.id));
+      if (i != j && share_memory(a, b) && !may_share(problem, a, b))
+        return overlap(a, name_of(b.id));
     }
   }
   return {};

@@ -1,6 +1,7 @@
 // Choosing an implementation and running it.
 #include "kda/plan.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <string>
@@ -18,28 +19,34 @@ namespace {
 constexpr std::size_t kCpuWorkspaceAlignment = 64;
 constexpr std::size_t kCudaWorkspaceAlignment = 256;
 
-/// The words of a comma-separated list.
+/// The words of a list separated by commas or spaces.
 std::vector<std::string_view> split(std::string_view list) {
   std::vector<std::string_view> words;
-  while (!list.empty()) {
-    const std::size_t comma = list.find(',');
-    if (comma != 0) words.push_back(list.substr(0, comma));
-    list = comma == std::string_view::npos ? std::string_view{} : list.substr(comma + 1);
+  for (std::size_t begin = 0; begin < list.size();) {
+    const std::size_t end = std::min(list.find_first_of(", ", begin), list.size());
+    if (end > begin) words.push_back(list.substr(begin, end - begin));
+    begin = end + 1;
   }
   return words;
 }
 
-std::string requested_implementation(const Options& options) {
-  if (!options.implementation.empty()) return options.implementation;
+/// The caller's choice and where it comes from.
+struct Request {
+  std::string text;
+  std::string_view source;
+};
+
+Request requested_implementation(const Options& options) {
+  if (!options.implementation.empty()) return {options.implementation, "implementation"};
   const char* value = std::getenv("KDA_IMPL");
-  return value != nullptr ? value : "";
+  return {value != nullptr ? value : "", "environment variable KDA_IMPL"};
 }
 
 /// The rows of an operation and device that the caller's choice leaves, in order.
 Result<std::vector<const Implementation*>> candidates(const Problem& problem, const Device& device,
                                                       const Options& options) {
-  const std::string request = requested_implementation(options);
-  const std::vector<std::string_view> words = split(request);
+  const Request request = requested_implementation(options);
+  const std::vector<std::string_view> words = split(request.text);
   std::vector<const Implementation*> chosen;
   std::string available;
   for (const Implementation& row : all_implementations()) {
@@ -58,8 +65,9 @@ Result<std::vector<const Implementation*>> candidates(const Problem& problem, co
                               no_cuda ? cuda_unavailable_reason() : ""));
   }
   return Status(StatusCode::kInvalidArgument,
-                fmt::format("implementation: found \"{}\", expected one of {} for {} on {}",
-                            request, available, name_of(problem.operation), name_of(device.type)));
+                fmt::format("{}: found \"{}\", expected one of {} (or their families) for {} on {}",
+                            request.source, request.text, available, name_of(problem.operation),
+                            name_of(device.type)));
 }
 
 Status check_device(const Device& device) {
@@ -69,11 +77,32 @@ Status check_device(const Device& device) {
       return {StatusCode::kInvalidArgument,
               fmt::format("device index: found {} for the cpu, expected 0", device.index)};
     case DeviceType::kCuda:
-      return {};
+      if (device.index >= 0) return {};
+      return {StatusCode::kInvalidArgument,
+              fmt::format("device index: found {}, expected 0 or more", device.index)};
   }
   return {StatusCode::kInvalidArgument,
           fmt::format("device type: found value {}, expected cpu or cuda",
                       static_cast<int32_t>(device.type))};
+}
+
+/// What is left to decide after the checks that need no implementation.
+struct Question {
+  Problem problem;
+  std::vector<const Implementation*> rows;
+};
+
+Result<Question> prepare(const Problem& problem, const Device& device, const Options& options) {
+  if (Status status = check_device(device); !status.ok()) return status;
+  if (options.threads < 0) {
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("threads: found {}, expected 0 or more", options.threads));
+  }
+  Result<Problem> validated = problem.validated();
+  if (!validated.ok()) return validated.status();
+  Result<std::vector<const Implementation*>> rows = candidates(*validated, device, options);
+  if (!rows.ok()) return rows.status();
+  return Question{*validated, std::move(*rows)};
 }
 
 }  // namespace
@@ -101,18 +130,11 @@ Status Plan::run(const Args& args, void* stream) const {
 }
 
 Result<Plan> make_plan(const Problem& problem, const Device& device, const Options& options) {
-  if (Status status = check_device(device); !status.ok()) return status;
-  if (options.threads < 0) {
-    return Status(StatusCode::kInvalidArgument,
-                  fmt::format("threads: found {}, expected 0 or more", options.threads));
-  }
-  Result<Problem> validated = problem.validated();
-  if (!validated.ok()) return validated.status();
-  Result<std::vector<const Implementation*>> rows = candidates(*validated, device, options);
-  if (!rows.ok()) return rows.status();
+  Result<Question> question = prepare(problem, device, options);
+  if (!question.ok()) return question.status();
   std::string reasons;
-  for (const Implementation* row : *rows) {
-    Result<std::unique_ptr<Executor>> executor = row->create(*validated, device, options);
+  for (const Implementation* row : question->rows) {
+    Result<std::unique_ptr<Executor>> executor = row->create(question->problem, device, options);
     if (executor.ok()) {
       (*executor)->set_name(row->name);
       if (log::dispatch_enabled()) {
@@ -134,19 +156,17 @@ Status supports(const Problem& problem, const Device& device, const Options& opt
 
 Result<std::vector<Verdict>> explain(const Problem& problem, const Device& device,
                                      const Options& options) {
-  if (Status status = check_device(device); !status.ok()) return status;
-  Result<Problem> validated = problem.validated();
-  if (!validated.ok()) return validated.status();
-  Result<std::vector<const Implementation*>> wanted = candidates(*validated, device, options);
-  if (!wanted.ok()) return wanted.status();
+  Result<Question> question = prepare(problem, device, options);
+  if (!question.ok()) return question.status();
+  const std::vector<const Implementation*>& wanted = question->rows;
   std::vector<Verdict> verdicts;
   bool found = false;
   for (const Implementation& row : all_implementations()) {
     if (row.operation != problem.operation || row.device != device.type) continue;
-    Status status = row.create(*validated, device, options).status();
-    bool selectable = false;
-    for (const Implementation* choice : *wanted) selectable |= choice == &row;
-    const bool chosen = status.ok() && selectable && !found;
+    const Status status = row.create(question->problem, device, options).status();
+    const bool candidate = !found && std::find(wanted.begin(), wanted.end(), &row) != wanted.end();
+    if (candidate && !status.ok() && status.code() != StatusCode::kUnsupported) return status;
+    const bool chosen = candidate && status.ok();
     found |= chosen;
     verdicts.push_back({row.name, status.ok(), chosen, status.message()});
   }

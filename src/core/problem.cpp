@@ -10,9 +10,10 @@ namespace kda {
 TensorLayout TensorLayout::contiguous(DType dtype, std::initializer_list<int64_t> shape) {
   TensorLayout layout;
   layout.dtype = dtype;
+  // A rank past 4 is kept, for validated() to refuse.
   for (int64_t extent : shape) {
-    if (layout.rank == 4) break;
-    layout.shape[static_cast<std::size_t>(layout.rank++)] = extent;
+    if (layout.rank < 4) layout.shape[static_cast<std::size_t>(layout.rank)] = extent;
+    ++layout.rank;
   }
   set_contiguous_strides(layout);
   return layout;
@@ -52,8 +53,9 @@ Problem& Problem::set(TensorId id, const TensorLayout& layout) {
 
 int64_t Problem::chunk_rows() const {
   const int64_t C = chunk_size;
+  if (C <= 0) return 0;
   if (packed()) return sizes.T / C + sizes.N;
-  return sizes.B * (sizes.T / C + (sizes.T % C != 0 ? 1 : 0));
+  return saturating_product(sizes.B, sizes.T / C + (sizes.T % C != 0 ? 1 : 0));
 }
 
 double Problem::effective_scale() const {
@@ -83,7 +85,7 @@ int64_t Problem::bytes(TensorId id) const {
   const TensorLayout& given = (*this)[id];
   if (!given.present()) return 0;
   const TensorLayout layout = given.rank == 0 ? canonical_layout(id) : given;
-  return span_elements(layout) * static_cast<int64_t>(size_of(layout.dtype));
+  return saturating_product(span_elements(layout), static_cast<int64_t>(size_of(layout.dtype)));
 }
 
 }  // namespace kda

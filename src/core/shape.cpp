@@ -1,6 +1,27 @@
 #include "core/shape.h"
 
+#include <algorithm>
+#include <limits>
+
 namespace kda {
+namespace {
+
+std::size_t stored_rank(const TensorLayout& layout) {
+  return static_cast<std::size_t>(std::clamp(layout.rank, 0, 4));
+}
+
+int64_t saturating_sum(int64_t a, int64_t b) {
+  const int64_t most = std::numeric_limits<int64_t>::max();
+  return b > most - a ? most : a + b;
+}
+
+}  // namespace
+
+int64_t saturating_product(int64_t a, int64_t b) {
+  if (a <= 0 || b <= 0) return 0;
+  const int64_t most = std::numeric_limits<int64_t>::max();
+  return a > most / b ? most : a * b;
+}
 
 int64_t extent_of(const Problem& problem, std::string_view letter) {
   const Sizes& sizes = problem.sizes;
@@ -39,27 +60,27 @@ DType default_dtype(DTypeRule rule, DType io) {
 
 void set_contiguous_strides(TensorLayout& layout) {
   int64_t step = 1;
-  for (int32_t i = layout.rank; i-- > 0;) {
-    const auto index = static_cast<std::size_t>(i);
-    layout.stride[index] = step;
-    step *= layout.shape[index];
+  for (std::size_t i = stored_rank(layout); i-- > 0;) {
+    layout.stride[i] = step;
+    step = saturating_product(step, layout.shape[i]);
   }
 }
 
 int64_t count_elements(const TensorLayout& layout) {
   int64_t count = 1;
-  for (int32_t i = 0; i < layout.rank; ++i) count *= layout.shape[static_cast<std::size_t>(i)];
+  for (std::size_t i = 0; i < stored_rank(layout); ++i) {
+    count = saturating_product(count, layout.shape[i]);
+  }
   return count;
 }
 
 int64_t span_elements(const TensorLayout& layout) {
   int64_t last = 0;
-  for (int32_t i = 0; i < layout.rank; ++i) {
-    const auto index = static_cast<std::size_t>(i);
-    if (layout.shape[index] == 0) return 0;
-    last += (layout.shape[index] - 1) * layout.stride[index];
+  for (std::size_t i = 0; i < stored_rank(layout); ++i) {
+    if (layout.shape[i] <= 0) return 0;
+    last = saturating_sum(last, saturating_product(layout.shape[i] - 1, layout.stride[i]));
   }
-  return last + 1;
+  return saturating_sum(last, 1);
 }
 
 }  // namespace kda

@@ -14,6 +14,10 @@ int64_t extent_of(const Problem& problem, std::string_view letter);
 /// What Problem::make gives a required tensor under a rule.
 DType default_dtype(DTypeRule rule, DType io);
 
+/// Product of sizes that are not negative; past the largest int64, that value.
+int64_t saturating_product(int64_t a, int64_t b);
+
+/// The functions below look at the first four dimensions at most, whatever the rank says.
 void set_contiguous_strides(TensorLayout& layout);
 
 /// Elements in the shape; 0 if any extent is 0.

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <limits>
 #include <string>
 
 #include <fmt/format.h>
@@ -14,8 +13,9 @@
 namespace kda {
 namespace {
 
-// Largest size or element span that keeps byte offsets of 8-byte elements inside int64.
-constexpr int64_t kMaxElements = std::numeric_limits<int64_t>::max() / 16;
+// No machine holds a tensor of more elements. With every tensor of an operation below this, byte
+// offsets and sums of several tensors (workspaces) stay far inside int64.
+constexpr int64_t kMaxElements = int64_t{1} << 46;
 
 template <class... Parts>
 Status invalid(fmt::format_string<Parts...> text, Parts&&... parts) {
@@ -41,12 +41,11 @@ Status check_size(std::string_view name, int64_t value, int64_t least, int64_t m
 
 Status check_sizes(const Problem& problem) {
   const Sizes& s = problem.sizes;
-  constexpr int64_t kMost = int64_t{1} << 48;
   const int64_t least_v = uses_letter(problem.operation, ",V]") ? 1 : 0;
   for (const Status& status :
-       {check_size("B", s.B, 1, kMost), check_size("T", s.T, 0, kMost),
-        check_size("H", s.H, 1, kMost), check_size("HV", s.HV, 1, kMost),
-        check_size("K", s.K, 1, 256), check_size("V", s.V, least_v, kMost)}) {
+       {check_size("B", s.B, 1, kMaxElements), check_size("T", s.T, 0, kMaxElements),
+        check_size("H", s.H, 1, kMaxElements), check_size("HV", s.HV, 1, kMaxElements),
+        check_size("K", s.K, 1, 256), check_size("V", s.V, least_v, kMaxElements)}) {
     if (!status.ok()) return status;
   }
   if (s.HV % s.H != 0) {
@@ -58,9 +57,9 @@ Status check_sizes(const Problem& problem) {
       return invalid("size B: found {} with cu_seqlens, expected 1 (pack all sequences in one row)",
                      s.B);
     }
-    if (Status status = check_size("N", s.N, 0, kMost); !status.ok()) return status;
+    if (Status status = check_size("N", s.N, 0, kMaxElements); !status.ok()) return status;
   }
-  if (problem.has(TensorId::kStateIndices)) return check_size("P", s.P, 1, kMost);
+  if (problem.has(TensorId::kStateIndices)) return check_size("P", s.P, 1, kMaxElements);
   return {};
 }
 
@@ -155,16 +154,14 @@ auto extents(const TensorLayout& layout) {
   return fmt::join(layout.shape.begin(), layout.shape.begin() + layout.rank, ",");
 }
 
-Status check_canonical_size(const TensorSpec& spec, const TensorLayout& expected) {
-  int64_t count = 1;
-  for (int32_t i = 0; i < expected.rank; ++i) {
-    const int64_t extent = expected.shape[static_cast<std::size_t>(i)];
-    if (extent == 0) return {};
-    if (count > kMaxElements / extent) {
-      return invalid("{}: shape [{}] is too large, expected at most {} elements", name_of(spec.id),
-                     extents(expected), kMaxElements);
+/// Also of absent tensors: implementations make some of them in their workspace.
+Status check_canonical_sizes(const Problem& problem) {
+  for (const TensorSpec& spec : tensors_of(problem.operation)) {
+    const TensorLayout expected = problem.canonical_layout(spec.id);
+    if (count_elements(expected) > kMaxElements) {
+      return invalid("{}: shape [{}] = {} is too large, expected at most {} elements",
+                     name_of(spec.id), extents(expected), spec.shape, kMaxElements);
     }
-    count *= extent;
   }
   return {};
 }
@@ -210,16 +207,23 @@ Status check_strides(const TensorSpec& spec, const TensorLayout& layout) {
 }
 
 /// A bias or its gradient may come flat, as [HV*K].
-bool unflatten(const TensorSpec& spec, const TensorLayout& expected, TensorLayout& layout) {
-  if (spec.shape != "[HV,K]" || layout.rank != 1 ||
-      layout.shape[0] != expected.shape[0] * expected.shape[1]) {
-    return false;
+bool is_flat(const TensorSpec& spec, const TensorLayout& expected, const TensorLayout& layout) {
+  return spec.shape == "[HV,K]" && layout.rank == 1 &&
+         layout.shape[0] == expected.shape[0] * expected.shape[1];
+}
+
+TensorLayout unflatten(const TensorLayout& expected, const TensorLayout& flat) {
+  TensorLayout layout = expected;
+  layout.stride[1] = flat.stride[0];
+  layout.stride[0] = saturating_product(flat.stride[0], expected.shape[1]);
+  return layout;
+}
+
+/// Entries past the rank mean nothing; callers may leave anything there.
+void clear_past_rank(TensorLayout& layout) {
+  for (auto i = static_cast<std::size_t>(layout.rank); i < 4; ++i) {
+    layout.shape[i] = layout.stride[i] = 0;
   }
-  layout.rank = 2;
-  layout.shape = expected.shape;
-  layout.stride[1] = layout.stride[0];
-  layout.stride[0] *= expected.shape[1];
-  return true;
 }
 
 Status resolve_tensor(Problem& problem, const TensorSpec& spec) {
@@ -238,21 +242,19 @@ Status resolve_tensor(Problem& problem, const TensorSpec& spec) {
                                                       : std::string(describe(spec.dtypes)));
   }
   const TensorLayout expected = problem.canonical_layout(spec.id);
-  if (Status status = check_canonical_size(spec, expected); !status.ok()) return status;
   if (layout.rank == 0) layout = expected;
   if (layout.rank < 0 || layout.rank > 4) {
     return invalid("{}: found rank {}, expected {}", name, layout.rank, expected.rank);
   }
-  if (!unflatten(spec, expected, layout) &&
-      (layout.rank != expected.rank ||
-       !std::equal(expected.shape.begin(), expected.shape.begin() + expected.rank,
-                   layout.shape.begin()))) {
+  clear_past_rank(layout);
+  const bool flat = is_flat(spec, expected, layout);
+  if (!flat && (layout.rank != expected.rank || layout.shape != expected.shape)) {
     return invalid("{}: found shape [{}], expected [{}] = {}{}", name, extents(layout),
                    extents(expected), spec.shape,
                    problem.state_v_first && spec.shape == "[S,HV,K,V]" ? " with V before K" : "");
   }
   if (Status status = check_strides(spec, layout); !status.ok()) return status;
-  problem.set(spec.id, layout);
+  problem.set(spec.id, flat ? unflatten(expected, layout) : layout);
   return {};
 }
 
@@ -307,7 +309,7 @@ Result<Problem> Problem::validated() const {
     return invalid("operation: found value {}, expected 0..{}", static_cast<int32_t>(operation),
                    kOperationCount - 1);
   }
-  for (auto* check : {check_membership, check_sizes, check_options}) {
+  for (auto* check : {check_membership, check_sizes, check_options, check_canonical_sizes}) {
     if (Status status = check(problem); !status.ok()) return status;
   }
   for (const TensorSpec& spec : tensors_of(operation)) {

@@ -12,6 +12,7 @@
 #include "core/executor.h"
 #include "cpu/cpu_kernels.h"
 #include "cpu/cpu_run.h"
+#include "cpu/padding.h"
 
 namespace kda {
 namespace cpu {
@@ -32,32 +33,6 @@ int64_t most_tasks(const Kernel& kernel, const Problem& problem) {
   return parts * heads_of(kernel.kind, problem.sizes);
 }
 
-void zero_row(const View& view, int64_t i, int64_t j) {
-  const auto bytes = static_cast<int64_t>(size_of(view.dtype));
-  const int64_t rows = std::max<int64_t>(view.shape[2], 1);
-  const int64_t columns = std::max<int64_t>(view.shape[3], 1);
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t c = 0; c < columns; ++c) {
-      std::memset(view.at(i, j, r, c), 0, static_cast<std::size_t>(bytes));
-    }
-  }
-}
-
-/// Rows of outputs that belong to no sequence: tokens from cu_seqlens[N] on, spare chunk rows.
-void zero_padding(const Run& run) {
-  for (const TensorSpec& spec : tensors_of(run.problem.operation)) {
-    const View& view = run[spec.id];
-    if (spec.role != Role::kOutput || !view) continue;
-    if (spec.shape.starts_with("[B,T,")) {
-      for (int64_t t = run.list.tokens_used; t < run.problem.sizes.T; ++t) zero_row(view, 0, t);
-    } else if (spec.shape.starts_with("[NC,")) {
-      for (int64_t row = run.list.chunk_rows_used; row < view.shape[0]; ++row) {
-        for (int64_t hv = 0; hv < view.shape[1]; ++hv) zero_row(view, row, hv);
-      }
-    }
-  }
-}
-
 class CpuExecutor final : public Executor {
  public:
   CpuExecutor(const Problem& problem, const Device& device, const Kernel& kernel, int threads)
@@ -76,7 +51,7 @@ class CpuExecutor final : public Executor {
     if (!list.ok()) return list.status();
     Run run(problem(), args, std::move(*list));
     if (Status status = check_indices(run); !status.ok()) return status;
-    zero_padding(run);
+    zero_padding(problem(), args, run.list);
     if (by_chunk(kernel_.kind)) list_chunks(run);
     auto* shared = static_cast<std::byte*>(args.workspace);
     std::byte* scratch = shared + shared_bytes_;

@@ -1,0 +1,122 @@
+#!/usr/bin/env bash
+# Builds and tests. Without arguments: the optimised build with warnings as errors, and all tests.
+#
+# usage: tools/test.sh [--no-setup] [--all | STEP...]
+#   release  optimised build, all tests (the default)
+#   format   clang-format finds nothing to change
+#   consume  what other people's projects do with the installed package, and the documented examples
+#   asan     all tests under AddressSanitizer, UndefinedBehaviorSanitizer and LeakSanitizer
+#   tsan     the tests that use threads under ThreadSanitizer
+#   fuzz     each libFuzzer target for KDA_FUZZ_SECONDS in all (60)
+#   tidy     clang-tidy finds nothing in include/, src/ and tools/
+#   cuda     the CUDA backend compiles (fetches a compiler where there is none)
+# --all runs every step in this order: the whole gate. ccache is used where it is installed.
+# shellcheck disable=SC2317  # the steps are called by name
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+steps=()
+setup=yes
+for argument; do
+  case $argument in
+    --no-setup) setup=no ;;
+    --all) steps=(release format docs asan tsan fuzz tidy cuda) ;;
+    release | format | docs | asan | tsan | fuzz | tidy | cuda) steps+=("$argument") ;;
+    *) echo "test: unknown argument $argument; see the head of tools/test.sh" >&2; exit 2 ;;
+  esac
+done
+if ((${#steps[@]} == 0)); then steps=(release); fi
+
+jobs=$(nproc)
+launchers=()
+if command -v ccache >/dev/null; then
+  launchers=(-DCMAKE_C_COMPILER_LAUNCHER=ccache -DCMAKE_CXX_COMPILER_LAUNCHER=ccache
+    -DCMAKE_CUDA_COMPILER_LAUNCHER=ccache)
+fi
+
+build() {  # preset, configure options...
+  local preset=$1
+  shift
+  cmake --preset "$preset" --log-level=WARNING -Wno-dev "${launchers[@]}" "$@"
+  cmake --build --preset "$preset" --parallel "$jobs"
+}
+
+test_all() {  # preset, ctest options...
+  local preset=$1
+  shift
+  ctest --preset "$preset" --parallel "$jobs" --no-tests=error "$@"
+}
+
+step_release() {
+  build cpu
+  test_all cpu
+}
+
+step_format() {
+  git ls-files '*.h' '*.cpp' '*.cc' '*.c' '*.cu' '*.cuh' |
+    xargs clang-format-14 --dry-run --Werror
+  echo "format: clean"
+}
+
+step_asan() {
+  build asan
+  test_all asan
+}
+
+step_tsan() {
+  build tsan
+  test_all tsan -L threads
+}
+
+step_fuzz() {
+  build fuzz
+  local targets seconds target
+  mapfile -t targets < <(find build/fuzz/tests/fuzz -maxdepth 1 -type f -name 'fuzz_*' -perm -u+x)
+  seconds=$((${KDA_FUZZ_SECONDS:-60} / ${#targets[@]}))
+  for target in "${targets[@]}"; do
+    local name=${target##*/}
+    mkdir -p "build/fuzz/corpus/$name"
+    (cd build/fuzz && "../../$target" -max_total_time="$seconds" -timeout=10 -rss_limit_mb=2048 \
+      -print_final_stats=1 "corpus/$name" "../../tests/fuzz/corpus/${name#fuzz_}")
+  done
+}
+
+step_tidy() {
+  cmake --preset cpu --log-level=WARNING -Wno-dev "${launchers[@]}"
+  run-clang-tidy-14 -quiet -j "$jobs" -p build/cpu "$PWD/(src|tools)/"
+  echo "tidy: clean"
+}
+
+step_cuda() {
+  PATH=$PATH:/usr/local/cuda/bin:$PWD/build/cuda-toolkit/bin build cuda-release
+}
+
+if [[ $setup == yes ]]; then
+  case " ${steps[*]} " in
+    *' cuda '*) tools/setup.sh --gate --cuda ;;
+    ' release ') tools/setup.sh --test ;;
+    *) tools/setup.sh --gate ;;
+  esac
+fi
+
+if ((${#steps[@]} == 1)); then
+  "step_${steps[0]}"
+  exit
+fi
+
+# Each step runs in a process of its own, so that a failure stops that step but not the others.
+summary=()
+failed=0
+for step in "${steps[@]}"; do
+  echo
+  echo "=== $step ==="
+  start=$SECONDS
+  verdict=passed
+  "$0" --no-setup "$step" || verdict=FAILED
+  [[ $verdict == passed ]] || failed=$((failed + 1))
+  summary+=("$(printf '%-8s %s in %d s' "$step" "$verdict" $((SECONDS - start)))")
+done
+echo
+echo "=== summary ==="
+printf '%s\n' "${summary[@]}"
+exit $((failed > 0))
