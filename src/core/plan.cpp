@@ -102,7 +102,7 @@ Result<Question> prepare(const Problem& problem, const Device& device, const Opt
   if (!validated.ok()) return validated.status();
   Result<std::vector<const Implementation*>> rows = candidates(*validated, device, options);
   if (!rows.ok()) return rows.status();
-  return Question{std::move(*validated), std::move(*rows)};
+  return Question{*validated, std::move(*rows)};
 }
 
 }  // namespace

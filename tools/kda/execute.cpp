@@ -1,37 +1,13 @@
 #include "execute.h"
 
 #include <algorithm>
-#include <chrono>
 #include <new>
 #include <stdexcept>
 #include <utility>
 
 #include <fmt/format.h>
 
-#include "kda/backend.h"
-
 namespace kda::cases {
-namespace {
-
-/// The tensors themselves, in place.
-class HostPlacement final : public Placement {
- public:
-  Result<void*> input(const HostTensor& tensor) override {
-    return const_cast<void*>(static_cast<const void*>(tensor.bytes.data()));
-  }
-  Result<void*> output(HostTensor& tensor) override {
-    return static_cast<void*>(tensor.bytes.data());
-  }
-  Result<void*> workspace(std::size_t bytes) override {
-    workspace_.resize(bytes);
-    return static_cast<void*>(bytes == 0 ? nullptr : workspace_.data());
-  }
-  Status synchronize() override { return {}; }
-  Status fetch() override { return {}; }
-
- private:
-  AlignedBytes workspace_;
-};
 
 Status bind(const Problem& problem, const TensorMap& inputs, TensorMap& outputs,
             Placement& placement, Args& args) {
@@ -59,12 +35,14 @@ Status bind(const Problem& problem, const TensorMap& inputs, TensorMap& outputs,
   return {};
 }
 
+namespace {
+
 /// May throw std::bad_alloc or std::length_error.
 Result<OperationOutcome> run_operation(const Problem& problem, const TensorMap& inputs,
                                        const Device& device, const Options& options) {
   Result<Plan> plan = make_plan(problem, device, options);
   if (!plan.ok()) return plan.status();
-  Result<std::unique_ptr<Placement>> placement = make_placement(device);
+  Result<std::unique_ptr<Placement>> placement = make_placement(device, options.threads);
   if (!placement.ok()) return placement.status();
   OperationOutcome outcome;
   Args args;
@@ -77,26 +55,14 @@ Result<OperationOutcome> run_operation(const Problem& problem, const TensorMap& 
   if (!workspace.ok()) return workspace.status();
   args.workspace = *workspace;
   args.workspace_bytes = outcome.workspace_bytes;
-  if (Status status = (*placement)->synchronize(); !status.ok()) return status;
-  const auto start = std::chrono::steady_clock::now();
-  if (Status status = plan->run(args); !status.ok()) return status;
-  if (Status status = (*placement)->synchronize(); !status.ok()) return status;
-  const auto stop = std::chrono::steady_clock::now();
-  outcome.seconds = std::chrono::duration<double>(stop - start).count();
+  Result<double> seconds = (*placement)->measure(*plan, args);
+  if (!seconds.ok()) return seconds.status();
+  outcome.seconds = *seconds;
   if (Status status = (*placement)->fetch(); !status.ok()) return status;
   return outcome;
 }
 
 }  // namespace
-
-Result<std::unique_ptr<Placement>> make_placement(const Device& device) {
-  if (device.type == DeviceType::kCpu) {
-    return std::unique_ptr<Placement>(std::make_unique<HostPlacement>());
-  }
-  const std::string reason = cuda_unavailable_reason();
-  return Status(StatusCode::kUnsupported,
-                reason.empty() ? "device memory: this program was built without it" : reason);
-}
 
 Result<OperationOutcome> execute_operation(const Problem& problem, const TensorMap& inputs,
                                            const Device& device, const Options& options) {

@@ -19,14 +19,23 @@ class Placement {
   virtual Result<void*> output(HostTensor& tensor) = 0;
   /// Scratch memory, aligned for the device; null for 0 bytes.
   virtual Result<void*> workspace(std::size_t bytes) = 0;
-  /// Waits until all runs are done.
-  virtual Status synchronize() = 0;
+  /// Makes one run and waits for it: the seconds that it took on the device.
+  virtual Result<double> measure(const Plan& plan, const Args& args) = 0;
   /// Brings every output home.
   virtual Status fetch() = 0;
+  /// Evicts everything from the last-level cache.
+  virtual Status flush_cache() = 0;
+  /// Bytes read plus bytes written a second by a large copy.
+  virtual Result<double> copy_bandwidth() = 0;
 };
 
-/// kUnsupported says why the device cannot be used.
-Result<std::unique_ptr<Placement>> make_placement(const Device& device);
+/// kUnsupported says why the device cannot be used. `threads`: of the CPU, 0 for all.
+Result<std::unique_ptr<Placement>> make_placement(const Device& device, int threads = 0);
+
+/// Binds the tensors of `problem`: inputs from the map, outputs made in their canonical shapes and
+/// filled with NaN.
+Status bind(const Problem& problem, const TensorMap& inputs, TensorMap& outputs,
+            Placement& placement, Args& args);
 
 struct Execution {
   Device device;

@@ -1,0 +1,57 @@
+// The serial scan over chunks: (4.13)-(4.15). One block a sequence, value head and tile of V
+// columns, which need no communication.
+//
+// Shared memory, in elements: state [K padded to 64][BV + 4], operand panel [32][68], v_new
+// [64][BV + 4], decay [256].
+#include "cuda/generic/stages.h"
+#include "cuda/generic/state_tile.cuh"
+#include "cuda/launch.h"
+
+namespace kda::cuda {
+namespace {
+
+template <class Real>
+__global__ void __launch_bounds__(kThreads) state_scan(const __grid_constant__ StateScanParams p) {
+  using Tile = StateTile<Real>;
+  const int32_t K = p.heads.K;
+  Real* const panel = shared_memory<Real>();
+  Real* const v_new = panel + kStatePanel;
+  Real* const decay = v_new + kTileRows * Tile::kStride;
+  const Tile state{decay + kMaxK, K};
+  const int64_t v_tiles = (p.heads.V + Tile::kColumns - 1) / Tile::kColumns;
+  const int64_t tiles = p.sequences.count * p.heads.HV * v_tiles;
+  for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
+    const int64_t v0 = index % v_tiles * Tile::kColumns;
+    const int64_t hv = index / v_tiles % p.heads.HV;
+    const int64_t sequence = index / v_tiles / p.heads.HV;
+    const TokenRange range = chunks_of(p.sequences, sequence);
+    __syncthreads();
+    state.load(p.initial_state, sequence, hv, v0, p.heads.V);
+    for (int64_t c = 0; c < range.chunks; ++c) {
+      const Chunk chunk = chunk_in(range, c, p.sequences.C);
+      typename Tile::Tokens value, product;
+      fetch_tokens(value, p.u, chunk, hv, v0, p.heads.V);
+      __syncthreads();  // the state is complete, and nobody reads the last chunk's operands
+      load_last_gamma(decay, p.gamma, chunk, hv, K, kMaxK);
+      if (p.h.data) state.save(p.h, range.first_chunk + c, hv, v0, p.heads.V);
+      state.add_keys_times_state(product, p.w, chunk, hv, panel);
+      value.map([&](int m, int n, Real u) { return u - product.at(m, n); });
+      save_tokens(value, p.v_new, chunk, hv, v0, p.heads.V);
+      value.put_rows(v_new, Tile::kStride);
+      state.update(decay, [&](typename Tile::Keys& sum, int k0) {
+        state.add_tokens_product(sum, p.kg, chunk, hv, k0, v_new, Real(1), panel);
+      });
+    }
+    __syncthreads();
+    if (p.final_state.data) state.save(p.final_state, sequence, hv, v0, p.heads.V);
+  }
+}
+
+}  // namespace
+
+Status launch_state_scan(const StateScanParams& p, bool fp64, cudaStream_t stream) {
+  return launch_state_kernel("state_scan", state_scan<float>, state_scan<double>, 1, p, fp64,
+                             stream);
+}
+
+}  // namespace kda::cuda

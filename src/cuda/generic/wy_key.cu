@@ -1,0 +1,189 @@
+// The key half of the WY backward, one block a chunk and value head: gradients through the states,
+// (5.7), (5.8), (5.13), (5.29), and what (5.33) sums over rows.
+//
+// Shared memory, in elements: five operand panels [32][68] (later two tiles [64][65] whose columns
+// are summed), 3 x 64 scalars, rowsum_V(h . dh) in four parts [4][64], Gamma of the last row [256].
+#include "cuda/generic/stages.h"
+#include "cuda/launch.h"
+#include "cuda/tile/chunk_tile.cuh"
+#include "cuda/tile/gate.cuh"
+
+namespace kda::cuda {
+namespace {
+
+constexpr int kDepth = 32;
+constexpr int kPanel = kDepth * kPanelStride;
+constexpr int kSumStride = kTileRows + 1;
+constexpr int kParts = kThreads / kTileRows;
+constexpr int kMaxK = 256;
+constexpr int kSharedElements = 5 * kPanel + (3 + kParts) * kTileRows + kMaxK;
+static_assert(2 * kTileRows * kSumStride <= 5 * kPanel);
+
+template <class Real>
+using RowPanel = Panel<Real, kTileRows, kDepth, true>;
+template <class Real>
+using Tile = Accumulator<Real, 4, 4>;
+
+template <class Real>
+struct WyKeyShared {
+  Real *panels, *rq, *rk, *beta, *h_dh, *last;
+
+  __device__ explicit WyKeyShared(Real* base)
+      : panels(base), rq(panels + 5 * kPanel), rk(rq + kTileRows), beta(rk + kTileRows),
+        h_dh(beta + kTileRows), last(h_dh + kParts * kTileRows) {}
+};
+
+/// -Y = R h^T, do h^T, v_new dh^T for channels k0.., and a thread's part of rowsum_V(h . dh).
+template <class Real>
+struct StateProducts {
+  Tile<Real> R_h, do_h, v_dh;
+  Real h_dh = 0;
+
+  __device__ void add(const WyKeyParams& p, const WyKeyShared<Real>& shared, const Chunk& chunk,
+                      int64_t row, int64_t hv, int32_t k0, int64_t v0) {
+    const int64_t V = p.heads.V;
+    RowPanel<Real> R, grad_o, v_new, h, dh;
+    load_tokens(R, p.R, chunk, hv, v0, V);
+    load_tokens(grad_o, p.grad_o, chunk, hv, v0, V);
+    load_tokens(v_new, p.v_new, chunk, hv, v0, V);
+    load_checkpoint(h, p.h, row, hv, k0, p.heads.K, v0, V);
+    load_checkpoint(dh, p.dh, row, hv, k0, p.heads.K, v0, V);
+    Real* const at = shared.panels;
+    __syncthreads();
+    R.put(at);
+    grad_o.put(at + kPanel);
+    v_new.put(at + 2 * kPanel);
+    h.put(at + 3 * kPanel);
+    dh.put(at + 4 * kPanel);
+    __syncthreads();
+    R_h.add_product(at, kPanelStride, at + 3 * kPanel, kPanelStride, kDepth);
+    do_h.add_product(at + kPanel, kPanelStride, at + 3 * kPanel, kPanelStride, kDepth);
+    v_dh.add_product(at + 2 * kPanel, kPanelStride, at + 4 * kPanel, kPanelStride, kDepth);
+    const int k = static_cast<int>(threadIdx.x) % kTileRows;
+    const int part = static_cast<int>(threadIdx.x) / kTileRows;
+    for (int v = part; v < kDepth; v += kParts) {
+      h_dh += at[3 * kPanel + v * kPanelStride + k] * at[4 * kPanel + v * kPanelStride + k];
+    }
+  }
+};
+
+/// Turns two tiles in shared memory into suffix sums (inclusive) and prefix sums (exclusive) over
+/// rows, one column a thread.
+template <class Real>
+__device__ void sum_over_rows(Real* suffix, Real* prefix) {
+  const int column = static_cast<int>(threadIdx.x) % kTileRows;
+  Real sum = 0;
+  if (threadIdx.x < kTileRows) {
+    for (int i = kTileRows - 1; i >= 0; --i) {
+      sum += suffix[i * kSumStride + column];
+      suffix[i * kSumStride + column] = sum;
+    }
+  } else if (threadIdx.x < 2 * kTileRows) {
+    for (int i = 0; i < kTileRows; ++i) {
+      const Real own = prefix[i * kSumStride + column];
+      prefix[i * kSumStride + column] = sum;
+      sum += own;
+    }
+  }
+}
+
+/// Gates, partial gradients and the sums of (5.33) for channels k0...
+template <class Real>
+__device__ void finish_columns(const WyKeyParams& p, const WyKeyShared<Real>& shared,
+                               const Chunk& chunk, int64_t hv, int32_t k0,
+                               StateProducts<Real>& products, Real (&dbeta)[4]) {
+  const int64_t h = hv / (p.heads.HV / p.heads.H);
+  Tile<Real> gamma, x;
+  fetch_tokens(gamma, p.gamma, chunk, hv, k0, p.heads.K);
+  fetch_tokens(x, p.k, chunk, h, k0, p.heads.K);
+  Tile<Real> row_term, prefix_term;
+#pragma unroll
+  for (int m = 0; m < 4; ++m) {
+    const int i = gamma.row(m);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const Real e = exp2_of(gamma.x[m][n]);
+      const Real k = shared.rk[i] * x.x[m][n];
+      const Real eY = -e * products.R_h.x[m][n];
+      dbeta[m] += k * eY;
+      const Real through_w = shared.beta[i] * eY;
+      // Rows beyond the chunk have Gamma = 0 here; their products are 0 and 2^last <= 1.
+      const Real through_kg =
+          exp2_of(shared.last[k0 + gamma.col(n)] - gamma.x[m][n]) * products.v_dh.x[m][n];
+      row_term.x[m][n] = k * through_w;
+      prefix_term.x[m][n] = k * through_kg;
+      products.v_dh.x[m][n] = through_kg + through_w;
+      products.do_h.x[m][n] *= static_cast<Real>(p.scale) * e;
+    }
+  }
+  save_tokens(products.do_h, p.dq, chunk, hv, k0, p.heads.K);
+  save_tokens(products.v_dh, p.dk, chunk, hv, k0, p.heads.K);
+  if (!p.dg.data) return;
+  fetch_tokens(x, p.q, chunk, h, k0, p.heads.K);
+  row_term.map([&](int i, int c, Real value) {
+    return value + shared.rq[i] * x.at(i, c) * products.do_h.at(i, c);
+  });
+  Real* const suffix = shared.panels;
+  Real* const prefix = suffix + kTileRows * kSumStride;
+  __syncthreads();
+  row_term.put_rows(suffix, kSumStride);
+  prefix_term.put_rows(prefix, kSumStride);
+  shared.h_dh[threadIdx.x] = products.h_dh;
+  __syncthreads();
+  sum_over_rows(suffix, prefix);
+  __syncthreads();
+  row_term.map([&](int i, int c, Real) {
+    Real state_term = 0;
+    for (int part = 0; part < kParts; ++part) state_term += shared.h_dh[part * kTileRows + c];
+    return suffix[i * kSumStride + c] + prefix[i * kSumStride + c] +
+           exp2_of(shared.last[k0 + c]) * state_term;
+  });
+  save_tokens(row_term, p.dg, chunk, hv, k0, p.heads.K);
+}
+
+template <class Real>
+__global__ void __launch_bounds__(kThreads) wy_key(const __grid_constant__ WyKeyParams p) {
+  const WyKeyShared<Real> shared(shared_memory<Real>());
+  const int64_t tiles = p.sequences.chunk_rows * p.heads.HV;
+  const int64_t G = p.heads.HV / p.heads.H;
+  for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
+    const int64_t hv = index % p.heads.HV;
+    const int64_t row = index / p.heads.HV;
+    const Chunk chunk = chunk_of(p.sequences, row);
+    if (chunk.rows == 0) continue;
+    __syncthreads();
+    load_scalars(shared.rq, p.rq, chunk, hv / G, Real(1));
+    load_scalars(shared.rk, p.rk, chunk, hv / G, Real(1));
+    load_scalars(shared.beta, p.beta, chunk, hv, Real(0));
+    load_last_gamma(shared.last, p.gamma, chunk, hv, p.heads.K, kMaxK);
+    Real dbeta[4] = {};
+    for (int k0 = 0; k0 < p.heads.K; k0 += kTileRows) {
+      StateProducts<Real> products;
+      for (int64_t v0 = 0; v0 < p.heads.V; v0 += kDepth) {
+        products.add(p, shared, chunk, row, hv, k0, v0);
+      }
+      finish_columns(p, shared, chunk, hv, k0, products, dbeta);
+    }
+    if (!p.dbeta.data) continue;
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      const Real sum = row_sum(dbeta[m]);
+      const int i = Tile<Real>::row(m);
+      if (threadIdx.x % 16 == 0 && i < chunk.rows) {
+        const int64_t offset = token_offset(p.dbeta, chunk.batch, chunk.begin + i, hv);
+        store<Real>(p.dbeta, offset, load<Real>(p.dbeta, offset) + sum);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+Status launch_wy_key(const WyKeyParams& p, bool fp64, cudaStream_t stream) {
+  const std::size_t element = fp64 ? sizeof(double) : sizeof(float);
+  return launch(
+      {"wy_key", p.sequences.chunk_rows * p.heads.HV, kThreads, kSharedElements * element},
+      fp64 ? wy_key<double> : wy_key<float>, p, stream);
+}
+
+}  // namespace kda::cuda

@@ -1,0 +1,43 @@
+// Runs one operation the way a careless program would: odd strides, unaligned tensors, memory full
+// of NaN, and watches what it must not do.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "case.h"
+#include "kda/plan.h"
+
+namespace kda::test {
+
+/// How tensors lie in memory.
+enum class Arrangement {
+  kContiguous,  ///< as the sizes give, on 64-byte boundaries
+  kPadded,      ///< gaps after every dimension, sometimes between elements; element alignment only
+  kTransposed,  ///< as kPadded, with the dimensions in another order
+};
+
+struct Conditions {
+  Options options;
+  Arrangement arrangement = Arrangement::kContiguous;
+  uint64_t seed = 1;            ///< of gaps, offsets and orders
+  bool state_in_place = false;  ///< final_state is the memory of initial_state
+  bool repeat = true;           ///< a second run must give the same bits
+};
+
+struct GuardedOutcome {
+  cases::TensorMap outputs;
+  std::string implementation;
+};
+
+/// The outputs; kInternal says which rule was broken:
+/// - outputs and workspace are full of NaN before the run, and every element is written;
+/// - nothing before, between or behind the elements of a tensor or the workspace is written;
+/// - inputs keep every bit;
+/// - a second run gives the same bits.
+/// Pools behind state_indices are written in part only: a final_state that is not in place starts
+/// as a copy of initial_state.
+Result<GuardedOutcome> run_guarded(const Problem& problem, const cases::TensorMap& inputs,
+                                   const Conditions& conditions = {});
+
+}  // namespace kda::test

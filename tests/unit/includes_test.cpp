@@ -1,0 +1,132 @@
+// What depends on what: public headers are light, layers point downwards.
+#include <filesystem>
+#include <fstream>
+#include <regex>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+namespace {
+
+namespace fs = std::filesystem;
+
+struct Include {
+  std::string file;  // relative to the root of the sources
+  int line;
+  std::string target;
+  bool system;  // <...>
+};
+
+bool is_source(const fs::path& path) {
+  const std::string extension = path.extension().string();
+  for (const char* known : {".h", ".cpp", ".cc", ".c", ".cu", ".cuh", ".inc"}) {
+    if (extension == known) return true;
+  }
+  return false;
+}
+
+std::vector<Include> includes_under(const std::string& folder) {
+  static const std::regex pattern(R"(^\s*#\s*include\s*([<"])([^>"]+)[>"].*)");
+  const fs::path root = KDA_SOURCE_DIR;
+  std::vector<Include> found;
+  if (!fs::exists(root / folder)) return found;
+  for (const auto& entry : fs::recursive_directory_iterator(root / folder)) {
+    if (!entry.is_regular_file() || !is_source(entry.path())) continue;
+    std::ifstream file(entry.path());
+    int number = 0;
+    for (std::string line; std::getline(file, line);) {
+      ++number;
+      std::smatch match;
+      if (!std::regex_match(line, match, pattern)) continue;
+      found.push_back({fs::relative(entry.path(), root).string(), number, match[2].str(),
+                       match[1].str() == "<"});
+    }
+  }
+  return found;
+}
+
+bool starts_with(const std::string& text, const std::string& prefix) {
+  return text.rfind(prefix, 0) == 0;
+}
+
+std::string where(const Include& include) {
+  return include.file + ":" + std::to_string(include.line) + " includes " + include.target;
+}
+
+TEST(Includes, PublicHeadersUseOnlyTheStandardLibraryAndEachOther) {
+  const auto includes = includes_under("include");
+  ASSERT_FALSE(includes.empty());
+  for (const Include& include : includes) {
+    if (include.system) {
+      // A standard header has neither folder nor, save C's two, a suffix.
+      const bool c_header = include.target == "stdint.h" || include.target == "stddef.h";
+      EXPECT_TRUE(c_header || include.target.find_first_of("./") == std::string::npos)
+          << where(include);
+    } else {
+      EXPECT_TRUE(starts_with(include.target, "kda/")) << where(include);
+    }
+  }
+}
+
+TEST(Includes, TheCHeaderIsC) {
+  for (const Include& include : includes_under("include")) {
+    if (include.file != "include/kda/c_api.h") continue;
+    EXPECT_TRUE(include.target == "stdint.h" || include.target == "stddef.h") << where(include);
+  }
+}
+
+TEST(Includes, CoreKnowsBackendsOnlyInItsList) {
+  const auto includes = includes_under("src/core");
+  ASSERT_FALSE(includes.empty());
+  for (const Include& include : includes) {
+    if (include.file == "src/core/backend.cpp") continue;
+    EXPECT_FALSE(starts_with(include.target, "cpu/") || starts_with(include.target, "cuda/") ||
+                 starts_with(include.target, "cuda"))
+        << where(include);
+  }
+}
+
+TEST(Includes, BackendsDoNotKnowEachOther) {
+  for (const Include& include : includes_under("src/cpu")) {
+    EXPECT_FALSE(starts_with(include.target, "cuda")) << where(include);
+  }
+  for (const Include& include : includes_under("src/cuda")) {
+    EXPECT_FALSE(starts_with(include.target, "cpu/")) << where(include);
+  }
+}
+
+TEST(Includes, ArchitecturesDoNotKnowEachOther) {
+  for (const Include& include : includes_under("src/cuda")) {
+    const bool in_sm80 = include.file.find("/sm80/") != std::string::npos;
+    const bool in_sm90 = include.file.find("/sm90/") != std::string::npos;
+    EXPECT_FALSE(in_sm80 && include.target.find("sm90/") != std::string::npos) << where(include);
+    EXPECT_FALSE(in_sm90 && include.target.find("sm80/") != std::string::npos) << where(include);
+    const bool shared = include.file.find("/ptx/") != std::string::npos ||
+                        include.file.find("/tile/") != std::string::npos;
+    EXPECT_FALSE(shared && (include.target.find("sm80/") != std::string::npos ||
+                            include.target.find("sm90/") != std::string::npos))
+        << where(include);
+  }
+}
+
+TEST(Includes, TheLibraryHasNoToolOrFrameworkHeader) {
+  for (const Include& include : includes_under("src")) {
+    for (const char* foreign : {"torch", "ATen", "c10", "Python", "pybind11", "nanobind",
+                                "nlohmann", "CLI/", "gtest", "benchmark", "tools/", "tests/"}) {
+      EXPECT_FALSE(starts_with(include.target, foreign)) << where(include);
+    }
+  }
+}
+
+TEST(Includes, UsersSitOnThePublicHeaders) {
+  for (const char* folder : {"tools", "python", "bench", "examples"}) {
+    for (const Include& include : includes_under(folder)) {
+      EXPECT_FALSE(starts_with(include.target, "core/") || starts_with(include.target, "cpu/") ||
+                   starts_with(include.target, "cuda/"))
+          << where(include);
+    }
+  }
+}
+
+}  // namespace

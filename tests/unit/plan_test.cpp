@@ -1,0 +1,239 @@
+// Choosing an implementation: order, names, families, KDA_IMPL, explain.
+#include <algorithm>
+#include <cstdlib>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "kda/kda.h"
+
+namespace kda {
+namespace {
+
+/// KDA_IMPL for the length of a test; restored after it.
+class Environment {
+ public:
+  explicit Environment(const char* value) {
+    if (const char* old = std::getenv("KDA_IMPL")) old_ = old;
+    set(value);
+  }
+  Environment(const Environment&) = delete;
+  Environment& operator=(const Environment&) = delete;
+  ~Environment() { set(old_ ? old_->c_str() : nullptr); }
+
+ private:
+  static void set(const char* value) {
+    if (value == nullptr) {
+      unsetenv("KDA_IMPL");
+    } else {
+      setenv("KDA_IMPL", value, 1);
+    }
+  }
+  std::optional<std::string> old_;
+};
+
+/// Any valid problem of an operation.
+Problem problem_of(Operation operation) {
+  Problem problem =
+      Problem::make(operation, {.B = 1, .T = 5, .H = 1, .HV = 2, .K = 8, .V = 6}, DType::kF32);
+  for (const TensorSpec& spec : tensors_of(operation)) {
+    const bool parameter = spec.id == TensorId::kDALog || spec.id == TensorId::kDdtBias;
+    if (spec.role == Role::kOutput && !parameter) problem.set(spec.id, DType::kF32);
+    if (spec.id == TensorId::kQ || spec.id == TensorId::kV || spec.id == TensorId::kDo) {
+      problem.set(spec.id, DType::kF32);
+    }
+  }
+  return problem;
+}
+
+std::vector<ImplementationInfo> rows_of(Operation operation) {
+  std::vector<ImplementationInfo> rows;
+  for (const ImplementationInfo& row : implementations()) {
+    if (row.operation == operation && row.device == DeviceType::kCpu) rows.push_back(row);
+  }
+  return rows;
+}
+
+Options choosing(std::string_view name) {
+  Options options;
+  options.implementation = name;
+  return options;
+}
+
+TEST(Implementations, NamesAreFamilyAndStem) {
+  std::set<std::string_view> names;
+  for (const ImplementationInfo& row : implementations()) {
+    EXPECT_TRUE(names.insert(row.name).second) << row.name << " twice";
+    EXPECT_EQ(row.name, std::string(row.family) + "_" + std::string(name_of(row.operation)));
+    EXPECT_FALSE(row.features.empty()) << row.name;
+    EXPECT_EQ(row.name.data()[row.name.size()], '\0') << "the C interface hands out the pointer";
+    EXPECT_EQ(row.family.data()[row.family.size()], '\0');
+    EXPECT_EQ(row.features.data()[row.features.size()], '\0');
+  }
+}
+
+TEST(Implementations, ReferenceIsLastAndCoversEverything) {
+  for (int i = 0; i < kOperationCount; ++i) {
+    const auto rows = rows_of(static_cast<Operation>(i));
+    ASSERT_FALSE(rows.empty()) << name_of(static_cast<Operation>(i));
+    EXPECT_EQ(rows.back().family, "reference");
+  }
+}
+
+TEST(MakePlan, EveryRowCanBeChosenByNameAndFamily) {
+  const Environment environment(nullptr);
+  for (const ImplementationInfo& row : implementations()) {
+    if (row.device != DeviceType::kCpu) continue;
+    const Problem problem = problem_of(row.operation);
+    for (std::string_view choice : {row.name, row.family}) {
+      const Result<Plan> plan = make_plan(problem, {}, choosing(choice));
+      ASSERT_TRUE(plan.ok()) << choice << ": " << plan.status().message();
+      EXPECT_EQ(plan->implementation(), row.name);
+      EXPECT_EQ(plan->device(), Device{});
+      EXPECT_EQ(plan->problem().operation, row.operation);
+    }
+  }
+}
+
+TEST(MakePlan, TakesTheFirstThatSupports) {
+  const Environment environment(nullptr);
+  for (int i = 0; i < kOperationCount; ++i) {
+    const Problem problem = problem_of(static_cast<Operation>(i));
+    const Result<Plan> plan = make_plan(problem);
+    ASSERT_TRUE(plan.ok()) << plan.status().message();
+    const Result<std::vector<Verdict>> verdicts = explain(problem);
+    ASSERT_TRUE(verdicts.ok());
+    const auto first = std::find_if(verdicts->begin(), verdicts->end(),
+                                    [](const Verdict& verdict) { return verdict.supported; });
+    ASSERT_NE(first, verdicts->end());
+    EXPECT_EQ(first->name, plan->implementation());
+  }
+}
+
+TEST(MakePlan, ListsAndSpaces) {
+  const Environment environment(nullptr);
+  const Problem problem = problem_of(Operation::kChunkForward);
+  for (const char* list : {"reference,cpu", "cpu,reference", "nothing, reference_chunk_fwd,,"}) {
+    const Result<Plan> plan = make_plan(problem, {}, choosing(list));
+    ASSERT_TRUE(plan.ok()) << list << ": " << plan.status().message();
+  }
+  EXPECT_EQ(make_plan(problem, {}, choosing(" reference ")).value().implementation(),
+            "reference_chunk_fwd");
+}
+
+TEST(MakePlan, UnknownNamesAreRefusedWithTheList) {
+  const Environment environment(nullptr);
+  const Problem problem = problem_of(Operation::kChunkForward);
+  for (const char* name : {"fastest", "reference_chunk_bwd", "CPU", "cpu_chunk"}) {
+    const Status status = supports(problem, {}, choosing(name));
+    EXPECT_EQ(status.code(), StatusCode::kInvalidArgument) << name;
+    EXPECT_EQ(status.message().rfind("implementation: found \"" + std::string(name) + "\"", 0), 0u)
+        << status.message();
+    EXPECT_NE(status.message().find("reference_chunk_fwd"), std::string::npos);
+  }
+}
+
+TEST(MakePlan, EnvironmentVariableChooses) {
+  const Problem problem = problem_of(Operation::kChunkForward);
+  {
+    const Environment environment("reference");
+    EXPECT_EQ(make_plan(problem).value().implementation(), "reference_chunk_fwd");
+  }
+  {
+    const Environment environment("fastest");
+    const Status status = supports(problem);
+    EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+    EXPECT_EQ(status.message().rfind("environment variable KDA_IMPL: found \"fastest\"", 0), 0u)
+        << status.message();
+    EXPECT_TRUE(supports(problem, {}, choosing("reference")).ok()) << "options win";
+  }
+  {
+    const Environment environment("");
+    EXPECT_TRUE(supports(problem).ok());
+  }
+}
+
+TEST(MakePlan, RefusesWrongDevicesAndThreads) {
+  const Problem problem = problem_of(Operation::kChunkForward);
+  const auto message = [&](Device device, Options options = {}) {
+    const Status status = supports(problem, device, options);
+    EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+    return status.message();
+  };
+  EXPECT_EQ(message({DeviceType::kCpu, 1}), "device index: found 1 for the cpu, expected 0");
+  EXPECT_EQ(message({DeviceType::kCuda, -1}), "device index: found -1, expected 0 or more");
+  EXPECT_EQ(message({static_cast<DeviceType>(5), 0}),
+            "device type: found value 5, expected cpu or cuda");
+  Options options;
+  options.threads = -2;
+  EXPECT_EQ(message({}, options), "threads: found -2, expected 0 or more");
+  EXPECT_FALSE(explain(problem, {}, options).ok()) << "explain asks what make_plan asks";
+}
+
+TEST(MakePlan, CudaThatIsNotThereIsUnsupportedWithTheReason) {
+  const std::string reason = cuda_unavailable_reason();
+  const Status status = supports(problem_of(Operation::kChunkForward), {DeviceType::kCuda, 0});
+  if (reason.empty()) {
+    EXPECT_NE(status.code(), StatusCode::kInvalidArgument) << status.message();
+  } else {
+    EXPECT_EQ(status.code(), StatusCode::kUnsupported);
+    EXPECT_NE(status.message().find(reason), std::string::npos) << status.message();
+  }
+}
+
+TEST(Explain, AgreesWithMakePlan) {
+  for (const char* choice : {"", "reference", "cpu", "nothing"}) {
+    const Environment environment(choice);
+    for (int i = 0; i < kOperationCount; ++i) {
+      for (const DType io : {DType::kBF16, DType::kF16, DType::kF32, DType::kF64}) {
+        Problem problem = problem_of(static_cast<Operation>(i));
+        for (TensorLayout& layout : problem.tensors) {
+          if (layout.present()) layout.dtype = io == DType::kF64 ? DType::kF64 : layout.dtype;
+        }
+        const Result<Plan> plan = make_plan(problem);
+        const Result<std::vector<Verdict>> verdicts = explain(problem);
+        EXPECT_EQ(plan.status().code() == StatusCode::kInvalidArgument, !verdicts.ok());
+        if (!verdicts.ok()) {
+          EXPECT_EQ(plan.status().message(), verdicts.status().message());
+          continue;
+        }
+        std::vector<std::string_view> chosen;
+        for (const Verdict& verdict : *verdicts) {
+          EXPECT_EQ(verdict.supported, verdict.reason.empty()) << verdict.name;
+          if (verdict.chosen) chosen.push_back(verdict.name);
+        }
+        ASSERT_EQ(chosen.size(), plan.ok() ? 1u : 0u) << plan.status().message();
+        if (plan.ok()) {
+          EXPECT_EQ(chosen.front(), plan->implementation());
+        }
+      }
+    }
+  }
+}
+
+TEST(Plan, IsCheapToCopyAndOutlivesItsSource) {
+  std::optional<Plan> copy;
+  {
+    const Result<Plan> plan = make_plan(problem_of(Operation::kChunkForward));
+    ASSERT_TRUE(plan.ok()) << plan.status().message();
+    copy = *plan;
+  }
+  EXPECT_EQ(copy->problem().sizes.T, 5);
+  EXPECT_EQ(copy->run({}).code(), StatusCode::kInvalidArgument) << "no addresses";
+}
+
+TEST(Devices, TheCpuIsAlwaysThere) {
+  const std::vector<DeviceInfo> all = devices();
+  ASSERT_FALSE(all.empty());
+  EXPECT_EQ(all.front().device, Device{});
+  EXPECT_FALSE(all.front().name.empty());
+  EXPECT_FALSE(all.front().features.empty());
+  EXPECT_GT(all.front().memory_bytes, std::size_t{1} << 20);
+  EXPECT_EQ(all.size() > 1, cuda_unavailable_reason().empty());
+}
+
+}  // namespace
+}  // namespace kda

@@ -1,0 +1,254 @@
+// kda bench: times operations from a cold cache.
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <ctime>
+#include <numeric>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <nlohmann/json.hpp>
+
+#include "command.h"
+#include "execute.h"
+#include "kda/version.h"
+#include "progress.h"
+#include "workload.h"
+
+namespace kda::program {
+namespace {
+
+using cases::Placement;
+using cases::TensorMap;
+using nlohmann::json;
+
+constexpr double kEnoughSeconds = 10;  // of repeats of one operation; at least one is made
+
+struct Bench {
+  const BenchCommand& command;
+  Device device;
+  BenchOptions options;
+  Suite suite = Suite::kShape;
+  std::vector<Sizes> shapes;
+  double copy_bandwidth = 0;
+  int unsupported = 0;
+};
+
+struct Timing {
+  double median = 0;
+  double p20 = 0;
+  double p80 = 0;
+  int repeats = 0;
+};
+
+Result<Suite> parse_suite(const std::string& text) {
+  if (text.empty()) return Suite::kShape;
+  if (text == "train") return Suite::kTrain;
+  if (text == "prefill") return Suite::kPrefill;
+  if (text == "decode") return Suite::kDecode;
+  if (text == "stages") return Suite::kStages;
+  return Status(StatusCode::kInvalidArgument,
+                fmt::format("--suite: found {}, expected train, prefill, decode or stages", text));
+}
+
+Result<Bench> set_up(const BenchCommand& command) {
+  Bench bench{command, {}, {}, Suite::kShape, {}, 0, 0};
+  Result<Suite> suite = parse_suite(command.suite);
+  Result<DType> io = parse_dtype(command.dtype);
+  Result<Gate> gate = parse_gate(command.gate);
+  for (const Status& status : {suite.status(), io.status(), gate.status()}) {
+    if (!status.ok()) return status;
+  }
+  bench.suite = *suite;
+  bench.options = {*io, *gate};
+  if (!command.shape.empty()) {
+    Result<Sizes> sizes = parse_shape(command.shape);
+    if (!sizes.ok()) return sizes.status();
+    bench.shapes = {*sizes};
+  }
+  const Sizes probe =
+      bench.shapes.empty() ? shapes_of(bench.suite, DeviceType::kCuda).front() : bench.shapes[0];
+  const std::vector<Workload> workloads = workloads_of(bench.suite, probe, bench.options);
+  for (const Workload& workload : workloads) {
+    if (Status status = workload.problem.validated().status(); !status.ok()) return status;
+  }
+  Result<Device> device = choose_device(command.common, workloads.front().problem);
+  if (!device.ok()) return device.status();
+  bench.device = *device;
+  if (bench.shapes.empty()) bench.shapes = shapes_of(bench.suite, device->type);
+  return bench;
+}
+
+Result<Timing> time_runs(const Plan& plan, const Args& args, Placement& placement, int repeats) {
+  Result<double> warm = placement.measure(plan, args);
+  if (!warm.ok()) return warm.status();
+  std::vector<double> seconds;
+  const auto start = std::chrono::steady_clock::now();
+  do {
+    if (Status status = placement.flush_cache(); !status.ok()) return status;
+    Result<double> once = placement.measure(plan, args);
+    if (!once.ok()) return once.status();
+    seconds.push_back(*once);
+  } while (static_cast<int>(seconds.size()) < repeats &&
+           std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() <
+               kEnoughSeconds);
+  std::sort(seconds.begin(), seconds.end());
+  const auto quantile = [&seconds](double share) {
+    return seconds[static_cast<std::size_t>(share * static_cast<double>(seconds.size() - 1) + 0.5)];
+  };
+  return Timing{quantile(0.5), quantile(0.2), quantile(0.8), static_cast<int>(seconds.size())};
+}
+
+/// A time of a wrong result is worth nothing: every output must have been written with numbers.
+Status check_finite(const TensorMap& outputs) {
+  for (const auto& [id, tensor] : outputs) {
+    for (int64_t i = 0; i < tensor.count(); ++i) {
+      if (!std::isfinite(tensor.get(i))) {
+        return {StatusCode::kInternal,
+                fmt::format("{}: found {} at element {}, expected a finite number",
+                            kda::name_of(id), tensor.get(i), i)};
+      }
+    }
+  }
+  return {};
+}
+
+struct Measured {
+  Timing timing;
+  std::string implementation;
+  std::size_t workspace_bytes = 0;
+};
+
+Result<Measured> measure(const Bench& bench, const Workload& workload, TensorMap& tensors) {
+  Result<Plan> plan = make_plan(workload.problem, bench.device, bench.command.common.options());
+  if (!plan.ok()) return plan.status();
+  Result<std::unique_ptr<Placement>> placement =
+      cases::make_placement(bench.device, bench.command.common.threads);
+  if (!placement.ok()) return placement.status();
+  Args args;
+  TensorMap outputs;
+  Status status = cases::bind(workload.problem, tensors, outputs, **placement, args);
+  if (!status.ok()) return status;
+  if (workload.state_in_place) {
+    args.out(TensorId::kFinalState, args[TensorId::kInitialState]);
+    outputs.erase(TensorId::kFinalState);
+  }
+  Result<void*> workspace = (*placement)->workspace(plan->workspace_bytes());
+  if (!workspace.ok()) return workspace.status();
+  args.workspace = *workspace;
+  args.workspace_bytes = plan->workspace_bytes();
+  Result<Timing> timing = time_runs(*plan, args, **placement, bench.command.repeat);
+  if (!timing.ok()) return timing.status();
+  if (status = (*placement)->fetch(); !status.ok()) return status;
+  if (status = check_finite(outputs); !status.ok()) return status;
+  for (auto& [id, tensor] : outputs) tensors[id] = std::move(tensor);  // later stages read them
+  return Measured{*timing, std::string(plan->implementation()), plan->workspace_bytes()};
+}
+
+void print_machine(const Bench& bench) {
+  const BenchCommand& command = bench.command;
+  std::string machine;
+  for (const DeviceInfo& info : devices()) {
+    if (info.device == bench.device) machine = fmt::format("{}; {}", info.name, info.features);
+  }
+  const std::time_t now = std::time(nullptr);
+  std::string date(32, '\0');
+  date.resize(std::strftime(date.data(), date.size(), "%FT%TZ", std::gmtime(&now)));
+  if (command.common.json) {
+    print_json({{"machine", machine},
+                {"device", name_of(bench.device)},
+                {"version", version()},
+                {"date", date},
+                {"dtype", command.dtype},
+                {"gate", command.gate},
+                {"copy_gb_per_s", bench.copy_bandwidth * 1e-9}});
+    return;
+  }
+  fmt::print("{}: {}\n{} {}; {} {} gate; copy {:.1f} GB/s (read + write)\n\n",
+             name_of(bench.device), machine, version(), date, command.dtype, command.gate,
+             bench.copy_bandwidth * 1e-9);
+  fmt::print("{:<13}{:<30}{:<24}{:>10}{:>10}{:>10}{:>9}{:>9}{:>8}{:>10}\n", "operation", "shape",
+             "implementation", "median ms", "p20", "p80", "MB", "GFLOP", "copy %", "GFLOP/s");
+}
+
+void print_row(const Bench& bench, const Workload& workload, const Measured& measured) {
+  const Problem& problem = workload.problem;
+  const Sizes& s = problem.sizes;
+  const Timing& t = measured.timing;
+  const double bytes = bytes_of(problem);
+  const double flop = flop_of(problem);
+  const double share = bytes / t.median / bench.copy_bandwidth;
+  if (bench.command.common.json) {
+    print_json({{"operation", kda::name_of(problem.operation)},
+                {"shape", {s.B, s.T, s.H, s.HV, s.K, s.V}},
+                {"impl", measured.implementation},
+                {"median_ms", t.median * 1e3},
+                {"p20_ms", t.p20 * 1e3},
+                {"p80_ms", t.p80 * 1e3},
+                {"repeats", t.repeats},
+                {"bytes", bytes},
+                {"flop", flop},
+                {"gb_per_s", bytes / t.median * 1e-9},
+                {"copy_share", share},
+                {"gflop_per_s", flop / t.median * 1e-9},
+                {"workspace_bytes", measured.workspace_bytes}});
+    return;
+  }
+  fmt::print("{:<13}{:<30}{:<24}{:>10.3f}{:>10.3f}{:>10.3f}{:>9.1f}{:>9.2f}{:>7.1f}%{:>10.1f}\n",
+             kda::name_of(problem.operation), shape_text(problem), measured.implementation,
+             t.median * 1e3, t.p20 * 1e3, t.p80 * 1e3, bytes * 1e-6, flop * 1e-9, share * 100,
+             flop / t.median * 1e-9);
+  std::fflush(stdout);
+}
+
+void print_unsupported(Bench& bench, const Workload& workload, const Status& status) {
+  ++bench.unsupported;
+  const Problem& problem = workload.problem;
+  if (bench.command.common.json) {
+    print_json({{"operation", kda::name_of(problem.operation)},
+                {"error", status.message()},
+                {"kind", kda::name_of(status.code())},
+                {"exit_code", exit_code_of(status)}});
+  } else {
+    fmt::print("{:<13}{:<30}unsupported: {}\n", kda::name_of(problem.operation),
+               shape_text(problem), status.message());
+  }
+}
+
+}  // namespace
+
+int bench(const BenchCommand& command) {
+  Result<Bench> bench = set_up(command);
+  if (!bench.ok()) return fail(command.common, "", bench.status());
+  {
+    Result<std::unique_ptr<Placement>> placement =
+        cases::make_placement(bench->device, command.common.threads);
+    if (!placement.ok()) return fail(command.common, "", placement.status());
+    Result<double> bandwidth = (*placement)->copy_bandwidth();
+    if (!bandwidth.ok()) return fail(command.common, "", bandwidth.status());
+    bench->copy_bandwidth = *bandwidth;
+  }
+  print_machine(*bench);
+  Progress progress("timing");
+  for (const Sizes& sizes : bench->shapes) {
+    progress.step("(making inputs)");
+    TensorMap tensors = inputs_of(bench->suite, sizes, bench->options);
+    for (const Workload& workload : workloads_of(bench->suite, sizes, bench->options)) {
+      progress.step(fmt::format("{} {}", kda::name_of(workload.problem.operation),
+                                shape_text(workload.problem)));
+      Result<Measured> measured = measure(*bench, workload, tensors);
+      if (measured.ok()) {
+        print_row(*bench, workload, *measured);
+      } else if (measured.status().code() == StatusCode::kUnsupported) {
+        print_unsupported(*bench, workload, measured.status());
+        if (bench->suite == Suite::kStages) break;  // the later stages read its outputs
+      } else {
+        return fail(command.common, std::string(kda::name_of(workload.problem.operation)),
+                    measured.status());
+      }
+    }
+  }
+  return bench->unsupported > 0 ? kUnsupportedHere : kRight;
+}
+
+}  // namespace kda::program

@@ -1,0 +1,76 @@
+#include "check.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "execute.h"
+
+namespace kda::cases {
+namespace {
+
+/// fp32 has rounded the expected values by up to 2^-24 of each; 1.2e-7 leaves a factor of two.
+constexpr double kRoundedExpectation = 1.2e-7;
+
+constexpr std::string_view kReferencePrefix = "reference_";
+
+Result<OutputTypes> output_types(const Case& c, const Device& device, const Options& options) {
+  if (device.type != DeviceType::kCpu) return OutputTypes{};
+  Result<Plan> plan = make_plan(forward_problem(c, {DType::kF32}), device, options);
+  if (!plan.ok()) return plan.status();
+  const bool is_reference = plan->implementation().rfind(kReferencePrefix, 0) == 0;
+  return OutputTypes{is_reference ? DType::kF64 : DType::kF32};
+}
+
+Status complete_expected(const Case& c, const TensorMap& outputs, TensorMap& expected) {
+  const bool complete = std::all_of(outputs.begin(), outputs.end(), [&](const auto& output) {
+    return expected.count(output.first) != 0;
+  });
+  if (complete) return {};
+  Result<TensorMap> reference = reference_outputs(c);
+  if (!reference.ok()) return reference.status();
+  expected.merge(*reference);
+  return {};
+}
+
+bool passes(const CheckedOutput& checked) {
+  const Difference& d = checked.difference;
+  if (!d.finite) return false;
+  if (checked.exact) return d.max_error <= checked.limit;
+  return d.ratio <= checked.limit && d.block_ratio <= kBlockFactor * checked.limit;
+}
+
+}  // namespace
+
+Result<std::vector<CheckedOutput>> check_case(const Case& c, const Device& device,
+                                              const Options& options) {
+  Result<OutputTypes> types = output_types(c, device, options);
+  if (!types.ok()) return types.status();
+  Result<Outcome> outcome = execute(c, {device, options, *types, true});
+  if (!outcome.ok()) return outcome.status();
+  TensorMap expected = c.expected;
+  if (Status status = complete_expected(c, outcome->outputs, expected); !status.ok()) {
+    return status;
+  }
+  std::vector<CheckedOutput> checked;
+  for (const TensorId id : kCaseOutputs) {
+    const auto found = outcome->outputs.find(id);
+    if (found == outcome->outputs.end()) continue;
+    const HostTensor& want = expected[id];
+    CheckedOutput row;
+    row.id = id;
+    row.implementation = id == TensorId::kO || id == TensorId::kFinalState
+                             ? outcome->forward_implementation
+                             : outcome->backward_implementation;
+    row.difference = compare(c, id, found->second, want);
+    row.exact = found->second.dtype == DType::kF64;
+    const DType io =
+        device.type == DeviceType::kCpu ? found->second.dtype : c.input(TensorId::kQ)->dtype;
+    row.limit = row.exact && want.dtype != DType::kF64 ? kRoundedExpectation
+                                                       : limit_of(precision_of(io), id);
+    row.pass = passes(row);
+    checked.push_back(std::move(row));
+  }
+  return checked;
+}
+
+}  // namespace kda::cases

@@ -1,0 +1,31 @@
+// Holds what the library computes to the limits of docs/semantics.md 7.3.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "case.h"
+#include "compare.h"
+#include "kda/plan.h"
+
+namespace kda::cases {
+
+/// The verdict on one output of one case.
+struct CheckedOutput {
+  TensorId id;
+  std::string implementation;
+  Difference difference;
+  /// Of `ratio`; of `max_error` if the output is float64 (`exact`).
+  double limit = 0;
+  bool exact = false;
+  bool pass = false;
+};
+
+/// Runs the case and compares every output with `expected`, or with the float64 reference where
+/// the case has none. On the CPU outputs are fp32 and held to the fp32 row, or fp64 and held to the
+/// float64 row if the float64 reference is what runs; on CUDA outputs have their public dtypes and
+/// the row of q's dtype.
+Result<std::vector<CheckedOutput>> check_case(const Case& c, const Device& device,
+                                              const Options& options);
+
+}  // namespace kda::cases

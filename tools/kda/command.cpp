@@ -1,0 +1,120 @@
+#include "command.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cstdio>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <nlohmann/json.hpp>
+
+namespace kda::program {
+namespace {
+
+using nlohmann::json;
+
+Status invalid(std::string text) { return {StatusCode::kInvalidArgument, std::move(text)}; }
+
+Result<Device> parse_device(const std::string& text) {
+  if (text == "cpu") return Device{DeviceType::kCpu, 0};
+  const std::string reason = cuda_unavailable_reason();
+  int32_t index = 0;
+  if (text.rfind("cuda:", 0) == 0) {
+    const char* end = text.data() + text.size();
+    const auto [stop, error] = std::from_chars(text.data() + 5, end, index);
+    if (error != std::errc{} || stop != end || index < 0) {
+      return invalid(fmt::format("--device: found {}, expected cuda:NUMBER", text));
+    }
+  } else if (text != "cuda") {
+    return invalid(
+        fmt::format("--device: found {}, expected auto, cpu, cuda or cuda:NUMBER", text));
+  }
+  if (!reason.empty()) return Status(StatusCode::kUnsupported, "CUDA: " + reason);
+  const Device device{DeviceType::kCuda, index};
+  for (const DeviceInfo& info : devices()) {
+    if (info.device == device) return device;
+  }
+  return Status(StatusCode::kUnsupported, fmt::format("CUDA: there is no device {}", index));
+}
+
+}  // namespace
+
+int exit_code_of(const Status& status) {
+  switch (status.code()) {
+    case StatusCode::kOk:
+      return kRight;
+    case StatusCode::kInvalidArgument:
+      return kBadInput;
+    case StatusCode::kUnsupported:
+      return kUnsupportedHere;
+    default:
+      return kDeviceFailure;
+  }
+}
+
+int fail(const Common& common, const std::string& subject, const Status& status) {
+  std::string line = subject.empty() ? status.message() : subject + ": " + status.message();
+  std::replace(line.begin(), line.end(), '\n', ' ');
+  fmt::print(stderr, "kda: {}\n", line);
+  const int code = exit_code_of(status);
+  if (common.json) {
+    json object = {
+        {"error", status.message()}, {"kind", kda::name_of(status.code())}, {"exit_code", code}};
+    if (!subject.empty()) object["case"] = subject;
+    print_json(object);
+  }
+  return code;
+}
+
+void print_json(const json& object) {
+  fmt::print("{}\n", object.dump(-1, ' ', false, json::error_handler_t::replace));
+  std::fflush(stdout);
+}
+
+Result<Device> choose_device(const Common& common, const Problem& problem) {
+  if (common.device != "auto") return parse_device(common.device);
+  const Device cuda{DeviceType::kCuda, 0};
+  if (cuda_unavailable_reason().empty() && supports(problem, cuda, common.options()).ok()) {
+    return cuda;
+  }
+  return Device{};
+}
+
+std::string name_of(const Device& device) {
+  if (device.type == DeviceType::kCpu) return "cpu";
+  return fmt::format("{}:{}", kda::name_of(device.type), device.index);
+}
+
+Result<DType> parse_dtype(const std::string& text) {
+  for (const DType dtype : {DType::kBF16, DType::kF16, DType::kF32, DType::kF64}) {
+    if (text == kda::name_of(dtype)) return dtype;
+  }
+  return invalid(fmt::format("--dtype: found {}, expected bf16, fp16, fp32 or fp64", text));
+}
+
+Result<Gate> parse_gate(const std::string& text) {
+  for (const Gate gate : {Gate::kNone, Gate::kSoftplus, Gate::kLowerBound}) {
+    if (text == kda::name_of(gate)) return gate;
+  }
+  return invalid(fmt::format("--gate: found {}, expected none, softplus or lower_bound", text));
+}
+
+Result<Sizes> parse_shape(const std::vector<int64_t>& numbers) {
+  if (numbers.size() != 6) {
+    return invalid(fmt::format("--shape: found {} numbers ({}), expected the six of B,T,H,HV,K,V",
+                               numbers.size(), fmt::join(numbers, ",")));
+  }
+  return Sizes{numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], 0, 0};
+}
+
+std::string shape_text(const Problem& problem) {
+  const Sizes& s = problem.sizes;
+  return fmt::format("B{} T{} H{} HV{} K{} V{}{}", s.B, s.T, s.H, s.HV, s.K, s.V,
+                     problem.packed() ? fmt::format(" in {} sequences", s.N) : "");
+}
+
+bool is_reference(std::string_view implementation) {
+  return implementation.substr(0, 10) == "reference_";
+}
+
+}  // namespace kda::program

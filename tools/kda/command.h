@@ -1,0 +1,102 @@
+// What the commands of the program share.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <nlohmann/json_fwd.hpp>
+
+#include "case.h"
+#include "kda/backend.h"
+#include "kda/plan.h"
+
+namespace kda::program {
+
+/// Exit codes; part of the interface.
+enum ExitCode : int {
+  kRight = 0,
+  kMismatch = 1,
+  kBadInput = 2,
+  kUnsupportedHere = 3,
+  kDeviceFailure = 4,
+};
+
+struct Common {
+  bool json = false;
+  std::string device = "auto";
+  std::string implementation;
+  int threads = 0;
+
+  Options options() const { return {implementation, threads}; }
+};
+
+struct RunCommand {
+  Common common;
+  std::string case_path;
+  std::string out_path;
+  std::string dtype;
+};
+
+struct VerifyCommand {
+  Common common;
+  std::vector<std::string> case_paths;
+};
+
+struct BenchCommand {
+  Common common;
+  std::vector<int64_t> shape;
+  std::string suite;
+  std::string dtype = "bf16";
+  std::string gate = "softplus";
+  int repeat = 15;
+};
+
+struct SupportCommand {
+  Common common;
+  std::vector<int64_t> shape;
+  std::string operation;
+  std::string dtype = "bf16";
+  std::string gate = "none";
+  bool qk_l2norm = false;
+  bool beta_sigmoid = false;
+  bool state_v_first = false;
+  int64_t sequences = 0;
+  int32_t chunk_size = 64;
+};
+
+int run(const RunCommand& command);
+int verify(const VerifyCommand& command);
+int bench(const BenchCommand& command);
+int support(const SupportCommand& command);
+int doctor(const Common& common);
+
+int exit_code_of(const Status& status);
+
+/// Says why the program stops: one line on stderr, under --json also an object on stdout. Returns
+/// the exit code. `subject` (a file or an argument) goes in front if it is not empty.
+int fail(const Common& common, const std::string& subject, const Status& status);
+
+/// One JSON object on a line of stdout; text that is no UTF-8 is replaced.
+void print_json(const nlohmann::json& object);
+
+/// The device that the text names ("cpu", "cuda", "cuda:1"); "auto" is the first CUDA device if it
+/// runs the problem, else the CPU.
+Result<Device> choose_device(const Common& common, const Problem& problem);
+
+/// "cpu", "cuda:0".
+std::string name_of(const Device& device);
+
+/// "bf16" -> kBF16, for the dtypes of q; kInvalidArgument otherwise.
+Result<DType> parse_dtype(const std::string& text);
+Result<Gate> parse_gate(const std::string& text);
+/// B,T,H,HV,K,V.
+Result<Sizes> parse_shape(const std::vector<int64_t>& numbers);
+
+/// "B1 T130 H2 HV2 K64 V64", packed sequences included.
+std::string shape_text(const Problem& problem);
+
+/// "reference_chunk_fwd" -> true.
+bool is_reference(std::string_view implementation);
+
+}  // namespace kda::program

@@ -1,0 +1,169 @@
+// The program kda: reads the command line and hands over to a command.
+#include <algorithm>
+#include <cstdio>
+#include <exception>
+#include <new>
+#include <string>
+
+#include <fmt/format.h>
+#include <CLI/CLI.hpp>
+
+#include "command.h"
+#include "kda/version.h"
+
+namespace kda::program {
+namespace {
+
+constexpr const char* kExitCodes =
+    "Exit codes: 0 right, 1 mismatch, 2 bad usage or bad file, 3 unsupported here, 4 device error";
+
+struct Commands {
+  RunCommand run;
+  VerifyCommand verify;
+  BenchCommand bench;
+  SupportCommand support;
+  Common doctor;
+};
+
+void add_common(CLI::App& app, Common& common) {
+  app.add_flag("--json", common.json, "Print one JSON object a line and nothing else");
+  app.add_option("--device", common.device, "auto, cpu, cuda or cuda:NUMBER")
+      ->capture_default_str();
+  app.add_option("--impl", common.implementation,
+                 "Implementation or family to use, as kda support lists them; never falls back");
+  app.add_option("--threads", common.threads, "CPU threads; 0 for all")
+      ->check(CLI::Range(0, 4096))
+      ->capture_default_str();
+}
+
+void add_shape(CLI::App& app, std::vector<int64_t>& shape, std::string& dtype, std::string& gate) {
+  app.add_option("--shape", shape, "B,T,H,HV,K,V")->delimiter(',')->allow_extra_args(false);
+  app.add_option("--dtype", dtype, "bf16, fp16, fp32 or fp64")->capture_default_str();
+  app.add_option("--gate", gate, "none, softplus or lower_bound")->capture_default_str();
+}
+
+void add_run(CLI::App& app, RunCommand& command) {
+  CLI::App* sub = app.add_subcommand("run", "Compute a case file and write the results");
+  sub->footer(
+      "Computes o and final_state; with `do` in the case, every gradient too.\n\n"
+      "Example: kda run case.safetensors -o out.safetensors --device cpu --dtype fp64");
+  sub->add_option("CASE", command.case_path, "Case file (safetensors)")->required();
+  sub->add_option("-o,--out", command.out_path, "Result file; replaced whole or not at all")
+      ->required();
+  sub->add_option(
+      "--dtype", command.dtype,
+      "Round q, k, v and do to bf16, fp16, fp32 or fp64; outputs follow, and fp64 makes "
+      "every output fp64");
+  add_common(*sub, command.common);
+}
+
+void add_verify(CLI::App& app, VerifyCommand& command) {
+  CLI::App* sub = app.add_subcommand("verify", "Compare results with what is right");
+  sub->footer(
+      "Holds every output to its limit: the ratio RMS(error) / RMS(expected) of the whole tensor, "
+      "and\nfour times the limit for each block of 64 tokens of a head. The float64 reference is "
+      "held to its\nlargest error. Without `expected.*` in a case, the float64 reference is what "
+      "is "
+      "right.\n\nExample: kda verify cases/*.safetensors --impl cpu --json");
+  sub->add_option("CASE", command.case_paths, "Case files; none: a built-in suite from seeds");
+  add_common(*sub, command.common);
+}
+
+void add_bench(CLI::App& app, BenchCommand& command) {
+  CLI::App* sub = app.add_subcommand("bench", "Time operations from a cold cache");
+  sub->footer(
+      "Bytes count every tensor once; FLOP are those of the chunked form. The copy bandwidth is "
+      "measured in\nthe same run. With neither --shape nor --suite: suite train.\n\n"
+      "Example: kda bench --shape 1,4096,4,4,128,128 --dtype fp32 --device cpu");
+  add_shape(*sub, command.shape, command.dtype, command.gate);
+  sub->add_option(
+      "--suite", command.suite,
+      "train (forward, backward), prefill (forward), decode (one token, state in place) "
+      "or stages; at --shape if given");
+  sub->add_option("--repeat", command.repeat, "Timed runs, fewer if they take over 10 s")
+      ->check(CLI::Range(1, 100000))
+      ->capture_default_str();
+  add_common(*sub, command.common);
+}
+
+void add_support(CLI::App& app, SupportCommand& command) {
+  CLI::App* sub = app.add_subcommand("support", "List implementations, and which one is chosen");
+  sub->footer(
+      "With --shape: for each operation, which implementation is chosen and why each other one is "
+      "not.\n\nExample: kda support --shape 1,4096,32,32,128,128 --dtype bf16 --gate softplus "
+      "--operation chunk_fwd");
+  add_shape(*sub, command.shape, command.dtype, command.gate);
+  sub->add_option("--operation", command.operation, "chunk_fwd, chunk_bwd, recurrent or a stage");
+  sub->add_option("--sequences", command.sequences, "Packed sequences (cu_seqlens); 0: none")
+      ->check(CLI::NonNegativeNumber);
+  sub->add_option("--chunk-size", command.chunk_size, "64 or 32")->capture_default_str();
+  sub->add_flag("--qk-l2norm", command.qk_l2norm, "Normalise q and k inside");
+  sub->add_flag("--beta-sigmoid", command.beta_sigmoid, "beta holds logits");
+  sub->add_flag("--state-v-first", command.state_v_first, "States are [..., V, K]");
+  add_common(*sub, command.common);
+}
+
+void add_doctor(CLI::App& app, Common& common) {
+  CLI::App* sub = app.add_subcommand("doctor", "Describe this machine and test the library on it");
+  sub->footer("Paste the block in a bug report.\n\nExample: kda doctor");
+  add_common(*sub, common);
+}
+
+int bad_usage(const CLI::ParseError& error, bool json) {
+  Common common;
+  common.json = json;
+  std::string text = error.what();
+  std::replace(text.begin(), text.end(), '\n', ' ');
+  return fail(common, "", {StatusCode::kInvalidArgument, text + " (kda --help tells more)"});
+}
+
+int dispatch(const CLI::App& app, const Commands& commands) {
+  if (app.got_subcommand("run")) return run(commands.run);
+  if (app.got_subcommand("verify")) return verify(commands.verify);
+  if (app.got_subcommand("bench")) return bench(commands.bench);
+  if (app.got_subcommand("support")) return support(commands.support);
+  return doctor(commands.doctor);
+}
+
+int run_program(int argc, char** argv) {
+  const bool json = std::find(argv, argv + argc, std::string("--json")) != argv + argc;
+  Common common;
+  common.json = json;
+  Commands commands;
+  CLI::App app{"Kimi Delta Attention: compute, verify and time it", "kda"};
+  app.footer(std::string(kExitCodes) + "\n\nExample: kda verify");
+  app.set_version_flag("--version", std::string("kda ") + version());
+  app.require_subcommand(1);
+  add_run(app, commands.run);
+  add_verify(app, commands.verify);
+  add_bench(app, commands.bench);
+  add_support(app, commands.support);
+  add_doctor(app, commands.doctor);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version
+    return bad_usage(error, json);
+  }
+  try {
+    return dispatch(app, commands);
+  } catch (const std::bad_alloc&) {
+    return fail(common, "", {StatusCode::kOutOfMemory, "no memory for the tensors"});
+  } catch (const std::length_error&) {
+    return fail(common, "", {StatusCode::kOutOfMemory, "no memory for the tensors"});
+  } catch (const std::exception& error) {
+    return fail(common, "", {StatusCode::kInternal, error.what()});
+  }
+}
+
+}  // namespace
+}  // namespace kda::program
+
+int main(int argc, char** argv) {
+  const int code = kda::program::run_program(argc, argv);
+  if (std::fflush(stdout) != 0 && code == kda::program::kRight) {
+    fmt::print(stderr, "kda: standard output: cannot be written\n");
+    return kda::program::kBadInput;
+  }
+  return code;
+}

@@ -1,0 +1,150 @@
+// kda support: what there is, and for a problem what is chosen and why nothing else is.
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include "command.h"
+
+namespace kda::program {
+namespace {
+
+using nlohmann::json;
+
+constexpr Operation kOperations[] = {
+    Operation::kChunkForward, Operation::kChunkBackward, Operation::kRecurrent,
+    Operation::kGateCumsum,   Operation::kIntra,         Operation::kWu,
+    Operation::kStateScan,    Operation::kOutput,        Operation::kReverseScan,
+    Operation::kWyBackward,   Operation::kIntraBackward};
+
+int list_all(const Common& common) {
+  if (!common.json) {
+    fmt::print("{:<13}{:<7}{:<28}{}\n", "operation", "device", "implementation", "takes");
+  }
+  for (const Operation operation : kOperations) {
+    for (const ImplementationInfo& info : implementations()) {
+      if (info.operation != operation) continue;
+      if (common.json) {
+        print_json({{"operation", kda::name_of(operation)},
+                    {"device", kda::name_of(info.device)},
+                    {"impl", info.name},
+                    {"family", info.family},
+                    {"features", info.features}});
+      } else {
+        fmt::print("{:<13}{:<7}{:<28}{}\n", kda::name_of(operation), kda::name_of(info.device),
+                   info.name, info.features);
+      }
+    }
+  }
+  const std::string reason = cuda_unavailable_reason();
+  if (!common.json && !reason.empty()) fmt::print("\nCUDA cannot be used here: {}\n", reason);
+  return kRight;
+}
+
+/// The problem of the flags with the required tensors, final states and every gradient.
+Problem make_problem(const SupportCommand& command, Operation operation, Sizes sizes, DType io,
+                     Gate gate) {
+  sizes.N = command.sequences;
+  Problem problem = Problem::make(operation, sizes, io);
+  problem.chunk_size = command.chunk_size;
+  problem.state_v_first = command.state_v_first;
+  if (command.sequences > 0) problem.set(TensorId::kCuSeqlens, DType::kI64);
+  const bool whole = operation == Operation::kChunkForward ||
+                     operation == Operation::kChunkBackward || operation == Operation::kRecurrent;
+  const DType state = io == DType::kF64 ? DType::kF64 : DType::kF32;
+  if (whole) {
+    problem.qk_l2norm = command.qk_l2norm;
+    problem.beta_sigmoid = command.beta_sigmoid;
+  }
+  if (gate != Gate::kNone && (whole || operation == Operation::kGateCumsum)) {
+    problem.gate = gate;
+    problem.lower_bound = gate == Gate::kLowerBound ? -5 : 0;
+    problem.set(TensorId::kALog, DType::kF32).set(TensorId::kDtBias, DType::kF32);
+  }
+  for (const TensorSpec& spec : tensors_of(operation)) {
+    const bool is_state = spec.id == TensorId::kFinalState || spec.id == TensorId::kInitialState;
+    const bool has_source =
+        (spec.id != TensorId::kDALog && spec.id != TensorId::kDdtBias) || gate != Gate::kNone;
+    const bool is_gradient = operation == Operation::kChunkBackward && has_source;
+    if (spec.role == Role::kOutput && !spec.required && whole && (is_state || is_gradient)) {
+      problem.set(spec.id, spec.dtypes == DTypeRule::kFloatIo ? io : state);
+    }
+    if (spec.role == Role::kInput && whole && is_state) problem.set(spec.id, state);
+  }
+  if (!whole) {
+    for (const TensorSpec& spec : tensors_of(operation)) {
+      if (spec.role != Role::kOutput || spec.required) continue;
+      const bool needs_input =
+          spec.id == TensorId::kQg || spec.id == TensorId::kU || spec.id == TensorId::kDqRaw;
+      if (needs_input) continue;
+      problem.set(spec.id, spec.dtypes == DTypeRule::kFloatIo ? io : state);
+    }
+  }
+  return problem;
+}
+
+void print_verdicts(const Common& common, const Problem& problem, const Device& device,
+                    const std::vector<Verdict>& verdicts) {
+  if (!common.json) {
+    fmt::print("{} on {}, {}\n", kda::name_of(problem.operation), name_of(device),
+               shape_text(problem));
+    if (verdicts.empty()) fmt::print("  nothing in this build runs it there\n");
+  }
+  for (const Verdict& verdict : verdicts) {
+    if (common.json) {
+      print_json({{"operation", kda::name_of(problem.operation)},
+                  {"device", kda::name_of(device.type)},
+                  {"impl", verdict.name},
+                  {"supported", verdict.supported},
+                  {"chosen", verdict.chosen},
+                  {"reason", verdict.reason}});
+      continue;
+    }
+    const std::string_view mark = verdict.chosen ? "chosen" : verdict.supported ? "can" : "cannot";
+    fmt::print("  {:<7}{:<28}{}\n", mark, verdict.name, verdict.reason);
+  }
+}
+
+/// Asks about one operation; sets `none` if nothing runs it.
+Status ask(const SupportCommand& command, const Problem& problem, bool& none) {
+  Result<Device> device = choose_device(command.common, problem);
+  if (!device.ok()) return device.status();
+  Result<std::vector<Verdict>> verdicts = explain(problem, *device, command.common.options());
+  if (!verdicts.ok()) return verdicts.status();
+  print_verdicts(command.common, problem, *device, *verdicts);
+  bool chosen = false;
+  for (const Verdict& verdict : *verdicts) chosen = chosen || verdict.chosen;
+  none = none || !chosen;
+  return {};
+}
+
+}  // namespace
+
+int support(const SupportCommand& command) {
+  const Common& common = command.common;
+  if (command.shape.empty()) return list_all(common);
+  Result<Sizes> sizes = parse_shape(command.shape);
+  Result<DType> io = parse_dtype(command.dtype);
+  Result<Gate> gate = parse_gate(command.gate);
+  for (const Status& status : {sizes.status(), io.status(), gate.status()}) {
+    if (!status.ok()) return fail(common, "", status);
+  }
+  bool none = false;
+  bool asked = false;
+  for (const Operation operation : kOperations) {
+    if (!command.operation.empty() && command.operation != kda::name_of(operation)) continue;
+    asked = true;
+    const Problem problem = make_problem(command, operation, *sizes, *io, *gate);
+    if (Status status = ask(command, problem, none); !status.ok()) {
+      return fail(common, std::string(kda::name_of(operation)), status);
+    }
+  }
+  if (!asked) {
+    return fail(common, "",
+                {StatusCode::kInvalidArgument,
+                 fmt::format("--operation: found {}, expected chunk_fwd, chunk_bwd, recurrent or "
+                             "the name of a stage (kda support lists them)",
+                             command.operation)});
+  }
+  return none ? kUnsupportedHere : kRight;
+}
+
+}  // namespace kda::program

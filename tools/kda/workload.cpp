@@ -1,0 +1,215 @@
+#include "workload.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "generate.h"
+
+namespace kda::program {
+namespace {
+
+using cases::CaseSpec;
+using cases::HostTensor;
+
+DType accurate(DType io) { return io == DType::kF64 ? DType::kF64 : DType::kF32; }
+
+/// Every optional output of the operation, saved tensors of the forward excepted.
+void want_outputs(Problem& problem, DType io) {
+  const bool forward = problem.operation == Operation::kChunkForward;
+  for (const TensorSpec& spec : tensors_of(problem.operation)) {
+    const bool saved =
+        spec.id == TensorId::kH || spec.id == TensorId::kAqk || spec.id == TensorId::kA;
+    if (spec.role != Role::kOutput || problem.has(spec.id) || (forward && saved)) continue;
+    if (spec.id == TensorId::kDALog && !problem.has(TensorId::kALog)) continue;
+    if (spec.id == TensorId::kDdtBias && !problem.has(TensorId::kDtBias)) continue;
+    const bool follows_io = spec.dtypes == DTypeRule::kFloatIo || spec.id == TensorId::kDg ||
+                            spec.id == TensorId::kDbeta;
+    problem.set(spec.id, follows_io ? io : accurate(io));
+  }
+}
+
+Problem whole_operation(Operation operation, const Sizes& sizes, const BenchOptions& options) {
+  Problem problem = Problem::make(operation, sizes, options.io);
+  problem.qk_l2norm = true;
+  problem.beta_sigmoid = true;
+  problem.gate = options.gate;
+  problem.lower_bound = options.gate == Gate::kLowerBound ? -5 : 0;
+  problem.set(TensorId::kG, options.io).set(TensorId::kBeta, options.io);
+  if (options.gate != Gate::kNone) {
+    problem.set(TensorId::kALog, DType::kF32).set(TensorId::kDtBias, DType::kF32);
+  }
+  if (operation == Operation::kRecurrent) problem.set(TensorId::kInitialState, DType::kF32);
+  want_outputs(problem, options.io);
+  return problem;
+}
+
+Problem stage(Operation operation, const Sizes& sizes, DType io) {
+  Problem problem = Problem::make(operation, sizes, io);
+  if (operation == Operation::kWu) problem.set(TensorId::kQ, io).set(TensorId::kV, io);
+  if (operation == Operation::kIntraBackward) {
+    for (const TensorId id : {TensorId::kDqPartial, TensorId::kDkPartial, TensorId::kDgPartial,
+                              TensorId::kDbetaPartial}) {
+      problem.set(id, accurate(io));
+    }
+  }
+  want_outputs(problem, io);
+  if (operation == Operation::kStateScan) problem.set(TensorId::kDqRaw, DType::kNone);
+  if (operation == Operation::kIntraBackward) {
+    problem.set(TensorId::kDg, accurate(io)).set(TensorId::kDbeta, accurate(io));
+  }
+  return problem;
+}
+
+/// The first token rows of a small tensor, repeated over B rows of T tokens.
+HostTensor repeated(const HostTensor& small, int64_t B, int64_t T) {
+  std::vector<int64_t> shape = small.shape;
+  const int64_t tokens = shape[1];
+  shape[0] = B;
+  shape[1] = T;
+  HostTensor result(small.dtype, shape);
+  if (tokens == 0 || result.bytes.empty()) return result;
+  const std::size_t row = small.bytes.size() / static_cast<std::size_t>(tokens);
+  for (int64_t i = 0; i < B * T; ++i) {
+    std::memcpy(result.bytes.data() + static_cast<std::size_t>(i) * row,
+                small.bytes.data() + static_cast<std::size_t>(i % T % tokens) * row, row);
+  }
+  return result;
+}
+
+}  // namespace
+
+std::vector<Sizes> shapes_of(Suite suite, DeviceType device) {
+  const auto shape = [](int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V) {
+    return Sizes{B, T, H, HV, K, V, 0, 0};
+  };
+  const bool cuda = device == DeviceType::kCuda;
+  switch (suite) {
+    case Suite::kPrefill:
+      if (cuda) return {shape(1, 8192, 96, 96, 128, 128), shape(8, 2048, 32, 32, 128, 128)};
+      return {shape(1, 2048, 8, 8, 128, 128), shape(4, 512, 4, 8, 128, 128)};
+    case Suite::kDecode:
+      if (cuda) return {shape(1, 1, 32, 32, 128, 128), shape(128, 1, 32, 32, 128, 128)};
+      return {shape(1, 1, 32, 32, 128, 128), shape(32, 1, 32, 32, 128, 128)};
+    case Suite::kStages:
+      return {cuda ? shape(1, 8192, 96, 96, 128, 128) : shape(1, 4096, 4, 4, 128, 128)};
+    default:
+      break;
+  }
+  if (!cuda) {
+    return {shape(1, 4096, 4, 4, 128, 128), shape(1, 4096, 8, 8, 64, 64),
+            shape(1, 2048, 2, 4, 128, 256)};
+  }
+  return {shape(1, 8192, 96, 96, 128, 128), shape(16, 8192, 16, 16, 128, 256),
+          shape(1, 4096, 16, 16, 128, 128), shape(2, 4096, 64, 64, 128, 128),
+          shape(1, 131072, 32, 32, 128, 128)};
+}
+
+std::vector<Workload> workloads_of(Suite suite, const Sizes& sizes, const BenchOptions& options) {
+  std::vector<Workload> list;
+  switch (suite) {
+    case Suite::kDecode:
+      list.push_back({whole_operation(Operation::kRecurrent, sizes, options), true});
+      break;
+    case Suite::kStages:
+      for (const Operation operation :
+           {Operation::kGateCumsum, Operation::kIntra, Operation::kWu, Operation::kStateScan,
+            Operation::kOutput, Operation::kReverseScan, Operation::kWyBackward,
+            Operation::kIntraBackward}) {
+        list.push_back({stage(operation, sizes, options.io), false});
+      }
+      break;
+    case Suite::kPrefill:
+      list.push_back({whole_operation(Operation::kChunkForward, sizes, options), false});
+      break;
+    default:
+      list.push_back({whole_operation(Operation::kChunkForward, sizes, options), false});
+      list.push_back({whole_operation(Operation::kChunkBackward, sizes, options), false});
+      break;
+  }
+  return list;
+}
+
+cases::TensorMap inputs_of(Suite suite, const Sizes& sizes, const BenchOptions& options) {
+  constexpr int64_t kTokens = 1024;
+  CaseSpec spec;
+  spec.sizes = sizes;
+  spec.sizes.B = 1;
+  spec.sizes.T = std::min(sizes.T, kTokens);
+  spec.io = options.io;
+  spec.gate_dtype = suite == Suite::kStages ? accurate(options.io) : options.io;
+  spec.gate = suite == Suite::kStages ? Gate::kNone : options.gate;
+  spec.qk_l2norm = suite != Suite::kStages;
+  spec.beta_sigmoid = suite != Suite::kStages;
+  spec.initial_state = false;
+  spec.dfinal_state = false;
+  cases::Case small = cases::generate(spec);
+  cases::TensorMap inputs;
+  for (auto& [id, tensor] : small.inputs) {
+    const bool has_tokens = tensor.shape.size() > 2;
+    inputs[id] = has_tokens ? repeated(tensor, sizes.B, sizes.T) : std::move(tensor);
+  }
+  if (suite == Suite::kDecode) {
+    spec.initial_state = true;
+    const cases::Case with_state = cases::generate(spec);
+    HostTensor state = *with_state.input(TensorId::kInitialState);
+    const int64_t size = state.count();
+    HostTensor states(state.dtype, {sizes.B, sizes.HV, sizes.K, sizes.V});
+    for (int64_t i = 0; i < states.count(); ++i) states.set(i, state.get(i % size));
+    inputs[TensorId::kInitialState] = std::move(states);
+  }
+  return inputs;
+}
+
+double flop_of(const Problem& problem) {
+  const Sizes& s = problem.sizes;
+  const auto K = static_cast<double>(s.K);
+  const auto V = static_cast<double>(s.V);
+  const auto C = static_cast<double>(problem.chunk_size);
+  double each = 0;  // per token and value head
+  switch (problem.operation) {
+    case Operation::kChunkForward:
+      each = 6 * K * V + 6 * C * K + 4 * C * V;
+      break;
+    case Operation::kChunkBackward:
+      each = 16 * K * V + 14 * C * K + 10 * C * V + 4 * C * C;
+      break;
+    case Operation::kRecurrent:
+      each = 7 * K * V;
+      break;
+    case Operation::kGateCumsum:
+      each = K;
+      break;
+    case Operation::kIntra:
+      each = 4 * C * K + C * C / 3;
+      break;
+    case Operation::kWu:
+      each = 2 * C * (K + V);
+      break;
+    case Operation::kStateScan:
+      each = 4 * K * V + (problem.has(TensorId::kDqRaw) ? 2 * K * V : 0);
+      break;
+    case Operation::kOutput:
+      each = 2 * K * V + 2 * C * V;
+      break;
+    case Operation::kReverseScan:
+      each = 6 * K * V + 2 * C * V;
+      break;
+    case Operation::kWyBackward:
+      each = 6 * K * V + 6 * C * V + 4 * C * K + 4 * C * C;
+      break;
+    case Operation::kIntraBackward:
+      each = 8 * C * K;
+      break;
+  }
+  return each * static_cast<double>(s.B) * static_cast<double>(s.T) * static_cast<double>(s.HV);
+}
+
+double bytes_of(const Problem& problem) {
+  double bytes = 0;
+  for (const TensorSpec& spec : tensors_of(problem.operation)) {
+    bytes += static_cast<double>(problem.bytes(spec.id));
+  }
+  return bytes;
+}
+
+}  // namespace kda::program

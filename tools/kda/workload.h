@@ -1,0 +1,39 @@
+// What `kda bench` times: operations with their inputs and costs.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "case.h"
+#include "kda/problem.h"
+
+namespace kda::program {
+
+struct Workload {
+  Problem problem;
+  bool state_in_place = false;  ///< final_state is initial_state, as in decoding
+};
+
+enum class Suite { kShape, kTrain, kPrefill, kDecode, kStages };
+
+/// What a training or serving system passes: normalisation, gate and sigmoid inside the operator.
+struct BenchOptions {
+  DType io = DType::kBF16;
+  Gate gate = Gate::kSoftplus;
+};
+
+/// The shapes that stand for a suite on a device.
+std::vector<Sizes> shapes_of(Suite suite, DeviceType device);
+
+/// The operations of a suite at one shape, in an order in which each finds its inputs.
+std::vector<Workload> workloads_of(Suite suite, const Sizes& sizes, const BenchOptions& options);
+
+/// Random inputs for them: what a case holds, tokens repeated beyond the first 1024 of a row.
+cases::TensorMap inputs_of(Suite suite, const Sizes& sizes, const BenchOptions& options);
+
+/// Floating-point operations, a multiply-add as two, of the chunked form (section 8).
+double flop_of(const Problem& problem);
+/// Every tensor once: what must move at least.
+double bytes_of(const Problem& problem);
+
+}  // namespace kda::program
