@@ -45,6 +45,15 @@ struct StateVector {
   }
 };
 
+/// sum += the four values at p, aligned to 16 bytes.
+__device__ __forceinline__ void add4(float (&sum)[4], const float* p) {
+  const float4 v = *reinterpret_cast<const float4*>(p);
+  sum[0] += v.x;
+  sum[1] += v.y;
+  sum[2] += v.z;
+  sum[3] += v.w;
+}
+
 /// A thread's part of a K-first state: rows line(r), columns column()...
 template <class State, int K>
 struct KFirstState {
@@ -105,27 +114,36 @@ struct KFirstState {
     auto& sums = exchange.sums[parity];
     if (threadIdx.x % 32 < kVectorLanes) {
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        sums[warp][0][column() + i] = error[i];
-        sums[warp][1][column() + i] = out[i];
+      for (int i = 0; i < kVector; i += 4) {
+        *reinterpret_cast<float4*>(&sums[warp][0][column() + i]) =
+            make_float4(error[i], error[i + 1], error[i + 2], error[i + 3]);
+        *reinterpret_cast<float4*>(&sums[warp][1][column() + i]) =
+            make_float4(out[i], out[i + 1], out[i + 2], out[i + 3]);
       }
     }
     __syncthreads();
     float u[kVector];
+    float result[kVector];
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      float e = 0;
-      float total = 0;
+    for (int i = 0; i < kVector; i += 4) {
+      float e[4] = {};
+      float total[4] = {};
 #pragma unroll
       for (int w = 0; w < kRecurrentWarps; ++w) {
-        e += sums[w][0][column() + i];
-        total += sums[w][1][column() + i];
+        add4(e, &sums[w][0][column() + i]);
+        add4(total, &sums[w][1][column() + i]);
       }
-      u[i] = token.beta * (token.v[first_column + column() + i] - token.rk * e);
-      if (threadIdx.x < kVectorLanes) {
-        token.o[first_column + column() + i] = token.rq * total + token.qk * u[i];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float v = token.v[first_column + column() + i + j];
+        const float own = token.beta * (v - token.rk * e[j]);
+        result[i + j] = token.rq * total[j] + token.qk * own;
+        u[i + j] = token.rk * own;
       }
-      u[i] *= token.rk;
+    }
+    if (threadIdx.x < kVectorLanes) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) token.o[first_column + column() + i] = result[i];
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
