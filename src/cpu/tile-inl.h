@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include <hwy/cache_control.h>
 #include <hwy/contrib/math/math-inl.h>
 #include <hwy/highway.h>
 
@@ -123,6 +124,9 @@ inline void copy_elements(int64_t bytes, const std::byte* from, int64_t from_ste
   return copy_words<uint32_t>(from, from_step, to, to_step, count);
 }
 
+/// Rows that load_tile asks for ahead of use.
+constexpr int64_t kAhead = 8;
+
 /// Rows 0..rows-1 of a tile, columns padded; whatever lies beyond `valid` rows and `columns` is 0.
 HWY_NOINLINE inline void load_tile(const Rows& source, int64_t valid, int64_t columns, float* tile,
                                    int64_t ld, int64_t rows) {
@@ -134,6 +138,12 @@ HWY_NOINLINE inline void load_tile(const Rows& source, int64_t valid, int64_t co
       continue;
     }
     const std::byte* row = source.data + r * source.row * bytes;
+    if (source.col == 1 && r + kAhead < valid) {
+      // Rows of one head lie apart in memory, which hardware prefetchers do not follow.
+      for (int64_t b = 0; b < columns * bytes; b += 64) {
+        hwy::Prefetch(row + kAhead * source.row * bytes + b);
+      }
+    }
     for (int64_t c = 0; c < columns; c += kPad) {
       const std::byte* from = row + c * source.col * bytes;
       alignas(64) std::byte gathered[kPad * 4];
