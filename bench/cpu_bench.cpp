@@ -46,7 +46,8 @@ Memory allocate(std::size_t bytes) {
 /// A problem with memory behind it and ordinary values in fp32 tensors.
 class Bench {
  public:
-  Bench(Operation operation, const Sizes& sizes, const std::string& family) {
+  Bench(Operation operation, const Sizes& sizes, const std::string& family, float decay = 1)
+      : decay_(decay) {
     Problem problem = Problem::make(operation, sizes, DType::kF32);
     for (const TensorSpec& spec : kda::tensors_of(operation)) {
       // Parameter gradients and states aside, everything takes part.
@@ -101,7 +102,7 @@ class Bench {
       if (keys) {
         values[i] = key * normal(random);
       } else if (id == TensorId::kG || id == TensorId::kGamma) {
-        values[i] = -uniform(random);
+        values[i] = -decay_ * uniform(random);
       } else if (id == TensorId::kBeta) {
         values[i] = uniform(random);
       } else if (id == TensorId::kA || id == TensorId::kAqk || id == TensorId::kDL) {
@@ -112,6 +113,7 @@ class Bench {
     }
   }
 
+  float decay_;  ///< g is uniform in [-decay, 0]
   std::unique_ptr<kda::Plan> plan_;
   kda::Args args_;
   std::vector<Memory> memory_;
@@ -169,9 +171,9 @@ void one(benchmark::State& state, Operation operation, Sizes sizes, const std::s
   }
 }
 
-void both(benchmark::State& state, Sizes sizes, const std::string& family) {
-  Bench forward(Operation::kChunkForward, sizes, family);
-  Bench backward(Operation::kChunkBackward, sizes, family);
+void both(benchmark::State& state, Sizes sizes, const std::string& family, float decay) {
+  Bench forward(Operation::kChunkForward, sizes, family, decay);
+  Bench backward(Operation::kChunkBackward, sizes, family, decay);
   const auto run = [&] {
     forward.run();
     backward.run();
@@ -219,9 +221,11 @@ void register_all() {
   const std::string train = "/" + shape_of(kTrain);
   add("cpu_chunk_fwd" + train, one, Operation::kChunkForward, kTrain, "cpu");
   add("cpu_chunk_bwd" + train, one, Operation::kChunkBackward, kTrain, "cpu");
-  add("cpu_chunk_fwd_bwd" + train, both, kTrain, "cpu");
-  add("cpu_chunk_fwd_bwd/" + shape_of(kShort), both, kShort, "cpu");
-  add("reference_chunk_fwd_bwd/" + shape_of(kShort), both, kShort, "reference");
+  add("cpu_chunk_fwd_bwd" + train, both, kTrain, "cpu", 1.0f);
+  // Products of strong decays underflow: this must cost no time.
+  add("cpu_chunk_fwd_bwd_strong_decay" + train, both, kTrain, "cpu", 20.0f);
+  add("cpu_chunk_fwd_bwd/" + shape_of(kShort), both, kShort, "cpu", 1.0f);
+  add("reference_chunk_fwd_bwd/" + shape_of(kShort), both, kShort, "reference", 1.0f);
   add("cpu_recurrent/" + shape_of(kDecode), one, Operation::kRecurrent, kDecode, "cpu");
   add("cpu_recurrent/" + shape_of(kShort), one, Operation::kRecurrent, kShort, "cpu");
   for (const Operation stage : {Operation::kGateCumsum, Operation::kIntra, Operation::kWu,
