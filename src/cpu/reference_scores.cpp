@@ -36,7 +36,7 @@ void Scores::compute(const Problem& problem, int64_t n) {
       double L = 0;
       for (int64_t x = 0; x < K; ++x) {
         // j <= i: the exponent is not positive, so nothing overflows.
-        const double E = i == j ? 1 : std::exp2(gamma[i * K + x] - gamma[j * K + x]);
+        const double E = std::exp2(gamma[i * K + x] - gamma[j * K + x]);
         P += q[i * K + x] * k[j * K + x] * E;
         L += k[i * K + x] * k[j * K + x] * E;
       }

@@ -38,20 +38,22 @@ TEST(Random, SeedsAndStreamsDiffer) {
 }
 
 TEST(Suite, EveryCaseIsValidAndSurvivesAFile) {
-  for (const CaseSpec& spec : builtin_suite()) {
-    const Case c = generate(spec);
-    EXPECT_TRUE(forward_problem(c).validated().ok()) << c.name;
-    EXPECT_TRUE(backward_problem(c).validated().ok()) << c.name;
-    Result<Case> again = make_case(c.name, to_file(c));
-    ASSERT_TRUE(again.ok()) << c.name << ": " << again.status().message();
-    EXPECT_EQ(again->inputs.size(), c.inputs.size());
-    for (const auto& [id, tensor] : c.inputs) {
-      EXPECT_EQ(again->input(id)->bytes, tensor.bytes) << c.name << " " << name_of(id);
+  for (const DType io : {DType::kF32, DType::kBF16}) {
+    for (const CaseSpec& spec : builtin_suite(io)) {
+      const Case c = generate(spec);
+      EXPECT_TRUE(forward_problem(c).validated().ok()) << c.name;
+      EXPECT_TRUE(backward_problem(c).validated().ok()) << c.name;
+      Result<Case> again = make_case(c.name, to_file(c));
+      ASSERT_TRUE(again.ok()) << c.name << ": " << again.status().message();
+      EXPECT_EQ(again->inputs.size(), c.inputs.size());
+      for (const auto& [id, tensor] : c.inputs) {
+        EXPECT_EQ(again->input(id)->bytes, tensor.bytes) << c.name << " " << name_of(id);
+      }
+      EXPECT_EQ(again->forward.effective_scale(), c.forward.effective_scale());
+      EXPECT_EQ(again->forward.gate, c.forward.gate);
+      EXPECT_EQ(again->forward.lower_bound, c.forward.lower_bound);
+      EXPECT_EQ(again->forward.chunk_size, c.forward.chunk_size);
     }
-    EXPECT_EQ(again->forward.effective_scale(), c.forward.effective_scale());
-    EXPECT_EQ(again->forward.gate, c.forward.gate);
-    EXPECT_EQ(again->forward.lower_bound, c.forward.lower_bound);
-    EXPECT_EQ(again->forward.chunk_size, c.forward.chunk_size);
   }
 }
 

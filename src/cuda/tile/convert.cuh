@@ -45,8 +45,10 @@ __device__ __forceinline__ Real to_real(__half x) {
 template <class T, class Real>
 __device__ __forceinline__ T from_real(Real x) {
   if constexpr (sizeof(T) == 2) {
-    if constexpr (__is_same(T, __half)) return __float2half_rn(static_cast<float>(x));
-    else return __float2bfloat16_rn(static_cast<float>(x));
+    if constexpr (__is_same(T, __half))
+      return __float2half_rn(static_cast<float>(x));
+    else
+      return __float2bfloat16_rn(static_cast<float>(x));
   } else {
     return static_cast<T>(x);
   }
