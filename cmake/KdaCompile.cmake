@@ -10,3 +10,7 @@ if(KDA_SANITIZE)
                       $<$<COMPILE_LANGUAGE:CXX,C>:-fno-sanitize-recover=all>)
   add_link_options(-fsanitize=${KDA_SANITIZE})
 endif()
+if(KDA_FUZZ)
+  # Coverage of the library too, or libFuzzer is blind in it.
+  add_compile_options($<$<COMPILE_LANGUAGE:CXX,C>:-fsanitize=fuzzer-no-link>)
+endif()

@@ -14,6 +14,11 @@ if(NOT KDA_CUDA STREQUAL "OFF")
       message(FATAL_ERROR "Found ${CMAKE_CUDA_COMPILER}, but no libcudart_static.a of its toolkit: "
                           "install the CUDA runtime, or configure with KDA_CUDA=OFF")
     endif()
+    if(NOT DEFINED CMAKE_CUDA20_STANDARD_COMPILE_OPTION)
+      # CMake 3.25.1 does not know that nvcc takes C++20 from 12.0 on.
+      set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")
+      set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION "-std=c++20")
+    endif()
     set(CMAKE_CUDA_STANDARD 20)
     set(CMAKE_CUDA_STANDARD_REQUIRED ON)
     set(KDA_HAS_CUDA ON)

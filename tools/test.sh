@@ -3,8 +3,7 @@
 #
 # usage: tools/test.sh [--no-setup] [--all | STEP...]
 #   release  optimised build, all tests (the default)
-#   format   clang-format finds nothing to change
-#   consume  what other people's projects do with the installed package, and the documented examples
+#   format   clang-format finds nothing to change, shellcheck nothing to report
 #   asan     all tests under AddressSanitizer, UndefinedBehaviorSanitizer and LeakSanitizer
 #   tsan     the tests that use threads under ThreadSanitizer
 #   fuzz     each libFuzzer target for KDA_FUZZ_SECONDS in all (60)
@@ -20,8 +19,8 @@ setup=yes
 for argument; do
   case $argument in
     --no-setup) setup=no ;;
-    --all) steps=(release format docs asan tsan fuzz tidy cuda) ;;
-    release | format | docs | asan | tsan | fuzz | tidy | cuda) steps+=("$argument") ;;
+    --all) steps=(release format asan tsan fuzz tidy cuda) ;;
+    release | format | asan | tsan | fuzz | tidy | cuda) steps+=("$argument") ;;
     *) echo "test: unknown argument $argument; see the head of tools/test.sh" >&2; exit 2 ;;
   esac
 done
@@ -55,6 +54,7 @@ step_release() {
 step_format() {
   git ls-files '*.h' '*.cpp' '*.cc' '*.c' '*.cu' '*.cuh' |
     xargs clang-format-14 --dry-run --Werror
+  git ls-files '*.sh' .ci/run | xargs shellcheck
   echo "format: clean"
 }
 

@@ -42,6 +42,4 @@ std::vector<DeviceInfo> cuda_device_infos() {
   return infos;
 }
 
-std::span<const Implementation> cuda_implementations() { return {}; }
-
 }  // namespace kda

@@ -16,8 +16,8 @@ Status device_error(const char* what, cudaError_t error) {
   cudaGetLastError();
   const StatusCode code =
       error == cudaErrorMemoryAllocation ? StatusCode::kOutOfMemory : StatusCode::kDeviceError;
-  return {code, fmt::format("{}: {} ({})", what, cudaGetErrorString(error),
-                            cudaGetErrorName(error))};
+  return {code,
+          fmt::format("{}: {} ({})", what, cudaGetErrorString(error), cudaGetErrorName(error))};
 }
 
 Status launch_raw(const LaunchShape& shape, const void* kernel, void** arguments,

@@ -32,7 +32,7 @@ struct Accumulator {
       const double value = result.get(i);
       const double reference = expected.get(i);
       const double error = value - reference;
-      finite = finite && std::isfinite(value);
+      finite = finite && std::isfinite(value) && std::isfinite(reference);
       block.error2 += error * error;
       block.reference2 += reference * reference;
       max_error = std::max(max_error, std::fabs(error));

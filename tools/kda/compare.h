@@ -15,7 +15,7 @@ struct Difference {
   double block_ratio = 0;
   /// max |error| / max |reference|, or max |error| if the reference is all zero.
   double max_error = 0;
-  /// Whether the result is free of NaN and infinity.
+  /// Whether result and reference are free of NaN and infinity.
   bool finite = true;
 };
 

@@ -127,7 +127,8 @@ void print_report(const json& r) {
                d["name"].get<std::string>(), d["features"].get<std::string>(),
                d["memory_bytes"].get<double>() / kGiB);
     std::string names;
-    for (const json& name : d["implementations"]) names += fmt::format(" {}", name.get<std::string>());
+    for (const json& name : d["implementations"])
+      names += fmt::format(" {}", name.get<std::string>());
     fmt::print("self-test    {} in {:.2f} s{}{}\n", d["self_test"].get<std::string>(),
                d["self_test_seconds"].get<double>(), names.empty() ? "" : ":", names);
   }

@@ -9,6 +9,9 @@
 
 namespace kda::cases {
 
+/// More than any machine has; sizes without tokens may still ask for states beyond it.
+constexpr int64_t kMostBytes = int64_t{1} << 46;
+
 Status bind(const Problem& problem, const TensorMap& inputs, TensorMap& outputs,
             Placement& placement, Args& args) {
   for (const TensorSpec& spec : tensors_of(problem.operation)) {
@@ -24,6 +27,10 @@ Status bind(const Problem& problem, const TensorMap& inputs, TensorMap& outputs,
       address = placement.input(found->second);
     } else {
       const TensorLayout layout = problem.canonical_layout(spec.id);
+      if (problem.bytes(spec.id) > kMostBytes) {
+        return {StatusCode::kOutOfMemory, fmt::format("{}: needs {} bytes, expected at most 2^46",
+                                                      name_of(spec.id), problem.bytes(spec.id))};
+      }
       HostTensor& tensor = outputs[spec.id];
       tensor = HostTensor(layout.dtype, {layout.shape.begin(), layout.shape.begin() + layout.rank});
       tensor.poison();

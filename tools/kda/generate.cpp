@@ -231,11 +231,13 @@ class Generator {
     }
   }
 
-  /// v_t = (initial_state decayed to t)^T k_t, so that every write is nearly 0.
+  /// v_t = (initial_state decayed to t)^T k_t and a little more. Without that rest the error e_t,
+  /// and dbeta with it, would be rounding alone: nothing to compare with.
   void predict(const TokenRange& range, int64_t n, int64_t hv) {
     const HostTensor& state = case_.inputs[TensorId::kInitialState];
     const HostTensor& keys = case_.inputs[TensorId::kK];
     HostTensor& values = case_.inputs[TensorId::kV];
+    const auto noise = normals(TensorId::kV);
     std::vector<double> key(static_cast<std::size_t>(s_.K));
     for (int64_t t = range.begin; t < range.end; ++t) {
       const int64_t row = range.batch * s_.T + t;
@@ -252,7 +254,8 @@ class Generator {
           sum +=
               state.get((n * s_.HV + hv) * s_.K * s_.V + inner) * key[static_cast<std::size_t>(k)];
         }
-        values.set((row * s_.HV + hv) * s_.V + v, decayed * sum);
+        const int64_t index = (row * s_.HV + hv) * s_.V + v;
+        values.set(index, decayed * sum + 0.05 * noise(index));
       }
     }
   }

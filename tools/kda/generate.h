@@ -25,7 +25,7 @@ enum class Family {
   kReset,      ///< g = -inf in all channels of some tokens
   kSmall,      ///< q and k of size 1e-4; meant for qk_l2norm
   kZero,       ///< some rows of k and q are 0
-  kPredicted,  ///< the state predicts v; needs an initial_state
+  kPredicted,  ///< the state predicts v up to 5 %; needs an initial_state
 };
 inline constexpr std::array kFamilies = {Family::kUnit,    Family::kCorr, Family::kSame,
                                          Family::kNoDecay, Family::kSlow, Family::kBound,

@@ -17,10 +17,11 @@ CaseSpec packed(int64_t T, std::vector<int64_t> cu_seqlens) {
   return spec;
 }
 
-void add_families(std::vector<CaseSpec>& suite) {
+void add_families(std::vector<CaseSpec>& suite, bool half) {
   for (const Gate gate : {Gate::kNone, Gate::kSoftplus, Gate::kLowerBound}) {
     for (const Family family : kFamilies) {
-      CaseSpec spec = sized({1, 130, 1, 2, 64, 32, 0, 0});
+      if (half && (family == Family::kSame || family == Family::kPredicted)) continue;
+      CaseSpec spec = sized({1, 130, 1, 2, 64, half ? 64 : 32, 0, 0});
       spec.family = family;
       spec.gate = gate;
       spec.qk_l2norm = gate != Gate::kNone || family == Family::kSmall;
@@ -70,26 +71,32 @@ void add_options(std::vector<CaseSpec>& suite) {
     s.gate = Gate::kSoftplus;
     s.dt_bias = false;
   });
+}
+
+void add_dtypes(std::vector<CaseSpec>& suite) {
   for (const DType io : {DType::kBF16, DType::kF16}) {
-    add([io](CaseSpec& s) { s.io = io; });
-    add([io](CaseSpec& s) {
-      s.io = io;
-      s.gate_dtype = io;
-      s.parameter_dtype = DType::kBF16;
-      s.gate = Gate::kSoftplus;
-      s.qk_l2norm = true;
-      s.beta_sigmoid = true;
-    });
+    CaseSpec plain = sized({1, 100, 2, 2, 64, 96, 0, 0});
+    plain.io = io;
+    suite.push_back(plain);
+    CaseSpec full = plain;
+    full.gate_dtype = io;
+    full.parameter_dtype = DType::kBF16;
+    full.gate = Gate::kSoftplus;
+    full.qk_l2norm = true;
+    full.beta_sigmoid = true;
+    suite.push_back(full);
   }
 }
 
 }  // namespace
 
-std::vector<CaseSpec> builtin_suite() {
+std::vector<CaseSpec> builtin_suite(DType io) {
   std::vector<CaseSpec> suite;
-  add_families(suite);
+  add_families(suite, size_of(io) == 2);
   add_sizes(suite);
   add_options(suite);
+  for (CaseSpec& spec : suite) spec.io = io;
+  add_dtypes(suite);
   uint64_t seed = 1;
   for (CaseSpec& spec : suite) spec.seed = seed++;
   return suite;

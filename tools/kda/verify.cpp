@@ -83,6 +83,22 @@ int verify_case(const Common& common, const Case& c, Counts& counts) {
   return kRight;
 }
 
+/// The built-in cases, in the dtype that the device is for.
+int verify_suite(const Common& common, Counts& counts, Progress& progress) {
+  cases::CaseSpec probe;
+  probe.io = DType::kBF16;
+  Result<Device> device = choose_device(common, cases::generate(probe).forward);
+  if (!device.ok()) return fail(common, "", device.status());
+  const DType io = device->type == DeviceType::kCuda ? DType::kBF16 : DType::kF32;
+  const std::vector<cases::CaseSpec> suite = cases::builtin_suite(io);
+  for (std::size_t i = 0; i < suite.size(); ++i) {
+    progress.step(fmt::format("{}/{} {}", i + 1, suite.size(), cases::describe(suite[i])));
+    const Case c = cases::generate(suite[i]);
+    if (const int code = verify_case(common, c, counts); code != kRight) return code;
+  }
+  return kRight;
+}
+
 int finish(const Common& common, const Counts& counts) {
   if (common.json) {
     json summary = {
@@ -113,12 +129,8 @@ int verify(const VerifyCommand& command) {
     if (const int code = verify_case(common, *c, counts); code != kRight) return code;
   }
   if (given == 0) {
-    const std::vector<cases::CaseSpec> suite = cases::builtin_suite();
-    for (std::size_t i = 0; i < suite.size(); ++i) {
-      progress.step(fmt::format("{}/{} {}", i + 1, suite.size(), cases::describe(suite[i])));
-      const Case c = cases::generate(suite[i]);
-      if (const int code = verify_case(common, c, counts); code != kRight) return code;
-    }
+    const int code = verify_suite(common, counts, progress);
+    if (code != kRight) return code;
   }
   return finish(common, counts);
 }

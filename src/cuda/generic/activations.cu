@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(kBlock) beta(const BetaParams p) {
       const Real x = load<Real>(p.logit, token_offset(p.logit, row.batch, row.token, row.head));
       value = static_cast<Real>(p.factor) * sigmoid(x);
       if (p.gradient.data) {
-        value *= sigmoid(-x) * load<Real>(p.gradient, token_offset(p.gradient, row.batch,
-                                                                   row.token, row.head));
+        value *= sigmoid(-x) *
+                 load<Real>(p.gradient, token_offset(p.gradient, row.batch, row.token, row.head));
       }
     }
     store<Real>(p.result, token_offset(p.result, row.batch, row.token, row.head), value);
@@ -101,13 +101,13 @@ __global__ void __launch_bounds__(kBlock) group_sum(const GroupSumParams p) {
       y[j] = 0;
       if (k >= p.heads.K || !is_used) continue;
       for (int64_t g = 0; g < G; ++g) {
-        dy[j] += load<Real>(p.source, token_offset(p.source, row.batch, row.token,
-                                                   row.head * G + g) +
-                                          k * p.source.stride[3]);
+        dy[j] +=
+            load<Real>(p.source, token_offset(p.source, row.batch, row.token, row.head * G + g) +
+                                     k * p.source.stride[3]);
       }
       if (!normalised) continue;
-      y[j] = r * load<Real>(p.x, token_offset(p.x, row.batch, row.token, row.head) +
-                                     k * p.x.stride[3]);
+      y[j] = r *
+             load<Real>(p.x, token_offset(p.x, row.batch, row.token, row.head) + k * p.x.stride[3]);
       dot += y[j] * dy[j];
     }
     if (normalised) dot = warp_sum(dot);
@@ -115,7 +115,8 @@ __global__ void __launch_bounds__(kBlock) group_sum(const GroupSumParams p) {
 #pragma unroll
     for (int j = 0; j < kMaxK / 32; ++j) {
       const int k = lane + 32 * j;
-      if (k < p.heads.K) store<Real>(p.target, base + k * p.target.stride[3], r * (dy[j] - y[j] * dot));
+      if (k < p.heads.K)
+        store<Real>(p.target, base + k * p.target.stride[3], r * (dy[j] - y[j] * dot));
     }
   }
 }

@@ -66,14 +66,15 @@ __global__ void __launch_bounds__(kFillThreads) fill_entries(const Sequences s) 
 
 }  // namespace
 
+const void* chunk_table_kernel() { return reinterpret_cast<const void*>(fill_entries); }
+
 Status launch_chunk_table(const Sequences& sequences, cudaStream_t stream) {
   if (!sequences.cu.data) return {};
-  Status status =
-      launch({"chunk_table_scan", 1, kScanThreads}, scan_offsets, sequences, stream);
+  Status status = launch({"chunk_table_scan", 1, kScanThreads}, scan_offsets, sequences, stream);
   if (!status.ok()) return status;
-  return launch({"chunk_table_fill", (sequences.chunk_rows + kFillThreads - 1) / kFillThreads,
-                 kFillThreads},
-                fill_entries, sequences, stream);
+  return launch(
+      {"chunk_table_fill", (sequences.chunk_rows + kFillThreads - 1) / kFillThreads, kFillThreads},
+      fill_entries, sequences, stream);
 }
 
 }  // namespace kda::cuda

@@ -26,8 +26,7 @@ __global__ void __launch_bounds__(kBlock) gate_cumsum(const GateCumsumParams p) 
     const Gate<Real> gate = gate_of<Real>(p.gate, hv, k);
     const Tensor& g = p.gate.g;
     const int64_t from = token_offset(g, chunk.batch, chunk.begin, hv) + k * g.stride[3];
-    const int64_t to =
-        token_offset(p.gamma, chunk.batch, chunk.begin, hv) + k * p.gamma.stride[3];
+    const int64_t to = token_offset(p.gamma, chunk.batch, chunk.begin, hv) + k * p.gamma.stride[3];
     Real sum = 0;
     for (int base = 0; base < chunk.rows; base += kBatch) {
       Real raw[kBatch];
@@ -42,8 +41,7 @@ __global__ void __launch_bounds__(kBlock) gate_cumsum(const GateCumsumParams p) 
       for (int j = 0; j < kBatch; ++j) {
         if (base + j >= chunk.rows) break;
         sum += clamp_gate(gate_value(p.gate, gate, raw[j]));
-        store<Real>(p.gamma, to + (base + j) * p.gamma.stride[1],
-                    sum * static_cast<Real>(kInvLn2));
+        store<Real>(p.gamma, to + (base + j) * p.gamma.stride[1], sum * static_cast<Real>(kInvLn2));
       }
     }
   }
@@ -65,8 +63,8 @@ __device__ GateGradient<Real> gate_gradient(const GateParams& params, const Gate
   const Real z = raw + gate.bias;
   if (params.kind == kGateSoftplus) return {-gate.slope * sigmoid(z) * dg, dg * g};
   const Real x = gate.slope * z;
-  const Real dz = dg * static_cast<Real>(params.lower_bound) * sigmoid(x) * sigmoid(-x) *
-                  gate.slope;
+  const Real dz =
+      dg * static_cast<Real>(params.lower_bound) * sigmoid(x) * sigmoid(-x) * gate.slope;
   return {dz, dz * z};
 }
 
@@ -98,8 +96,7 @@ __global__ void __launch_bounds__(kBlock) gate_bwd(const GateBackwardParams p) {
       const int64_t raw_base = token_offset(g, chunk.batch, chunk.begin, hv) + k * g.stride[3];
       const int64_t decay_base =
           token_offset(p.dg_decay, chunk.batch, chunk.begin, hv) + k * p.dg_decay.stride[3];
-      const int64_t dg_base =
-          token_offset(p.dg, chunk.batch, chunk.begin, hv) + k * p.dg.stride[3];
+      const int64_t dg_base = token_offset(p.dg, chunk.batch, chunk.begin, hv) + k * p.dg.stride[3];
       for (int i = 0; i < chunk.rows; ++i) {
         const Real raw = load<Real>(g, raw_base + i * g.stride[1]);
         const Real dg = load<Real>(p.dg_decay, decay_base + i * p.dg_decay.stride[1]);

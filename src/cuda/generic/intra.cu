@@ -91,7 +91,8 @@ __device__ void save_triangle(const Tensor& t, const Real* shared, int stride, c
 }
 
 template <class Real>
-__global__ void __launch_bounds__(kThreads) intra(const __grid_constant__ IntraParams p) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm<Real>)
+    intra(const __grid_constant__ IntraParams p) {
   Real* const qs = shared_memory<Real>();
   Real* const ks = qs + kPanel;
   Real* const gs = ks + kPanel;

@@ -32,8 +32,11 @@ struct IntraShared {
   Real *pairs, *q, *k, *gamma, *beta;
 
   __device__ explicit IntraShared(Real* base)
-      : pairs(base), q(pairs + 2 * kTriangle), k(q + kTileRows * kStride),
-        gamma(k + kTileRows * kStride), beta(gamma + kTileRows * kStride) {}
+      : pairs(base),
+        q(pairs + 2 * kTriangle),
+        k(q + kTileRows * kStride),
+        gamma(k + kTileRows * kStride),
+        beta(gamma + kTileRows * kStride) {}
 
   __device__ void pair(int i, int j, Real& dP, Real& dL) const {
     Real both[2];
@@ -221,7 +224,7 @@ __device__ void load_pairs(const IntraBackwardParams& p, const IntraShared<Real>
 }
 
 template <class Real>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm<Real>)
     intra_bwd(const __grid_constant__ IntraBackwardParams p) {
   const IntraShared<Real> shared(shared_memory<Real>());
   const int64_t tiles = p.sequences.chunk_rows * p.heads.HV;

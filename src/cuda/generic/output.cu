@@ -57,7 +57,8 @@ __device__ void output_tile(const OutputParams& p, const Chunk& chunk, int64_t r
 }
 
 template <class Real>
-__global__ void __launch_bounds__(kThreads) output(const __grid_constant__ OutputParams p) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm<Real>)
+    output(const __grid_constant__ OutputParams p) {
   Real* const shared = shared_memory<Real>();
   Real* const rq = shared + 2 * kPanel;
   const int64_t tiles = p.sequences.chunk_rows * p.heads.HV;
@@ -76,7 +77,8 @@ __global__ void __launch_bounds__(kThreads) output(const __grid_constant__ Outpu
 }
 
 template <class Real>
-__global__ void __launch_bounds__(kThreads) dq_raw(const __grid_constant__ DqRawParams p) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm<Real>)
+    dq_raw(const __grid_constant__ DqRawParams p) {
   Real* const shared = shared_memory<Real>();
   const int64_t tiles = p.sequences.chunk_rows * p.heads.HV;
   for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {

@@ -24,7 +24,7 @@ __device__ void add_scores_product(Tokens& dv_new, const Tensor& Aqk, const Chun
 }
 
 template <class Real>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm<Real>)
     reverse_scan(const __grid_constant__ ReverseScanParams p) {
   using Tile = StateTile<Real>;
   const int32_t K = p.heads.K;

@@ -11,6 +11,8 @@ namespace kda::cuda {
 
 /// Packed problems: fills Sequences::offsets and ::entries.
 Status launch_chunk_table(const Sequences& sequences, cudaStream_t stream);
+/// One of its kernels, to ask whether this build has code for a GPU.
+const void* chunk_table_kernel();
 
 /// Copies with conversion and writes zeros from the last used row on.
 struct CopyRowsParams {

@@ -11,7 +11,8 @@ namespace kda::cuda {
 namespace {
 
 template <class Real>
-__global__ void __launch_bounds__(kThreads) state_scan(const __grid_constant__ StateScanParams p) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm<Real>)
+    state_scan(const __grid_constant__ StateScanParams p) {
   using Tile = StateTile<Real>;
   const int32_t K = p.heads.K;
   Real* const panel = shared_memory<Real>();

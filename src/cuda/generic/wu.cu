@@ -22,7 +22,11 @@ struct WuShared {
   Real *A, *rhs, *rq, *rk, *beta, *last;
 
   __device__ explicit WuShared(Real* base)
-      : A(base), rhs(A + kTile), rq(rhs + kTile), rk(rq + kTileRows), beta(rk + kTileRows),
+      : A(base),
+        rhs(A + kTile),
+        rq(rhs + kTile),
+        rk(rq + kTileRows),
+        beta(rk + kTileRows),
         last(beta + kTileRows) {}
 };
 
@@ -64,7 +68,8 @@ __device__ void key_columns(const WuParams& p, const WuShared<Real>& shared, con
 }
 
 template <class Real>
-__global__ void __launch_bounds__(kThreads) wu(const __grid_constant__ WuParams p) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm<Real>)
+    wu(const __grid_constant__ WuParams p) {
   const WuShared<Real> shared(shared_memory<Real>());
   const int64_t tiles = p.sequences.chunk_rows * p.heads.HV;
   const int64_t G = p.heads.HV / p.heads.H;

@@ -29,8 +29,12 @@ struct WyKeyShared {
   Real *panels, *rq, *rk, *beta, *h_dh, *last;
 
   __device__ explicit WyKeyShared(Real* base)
-      : panels(base), rq(panels + 5 * kPanel), rk(rq + kTileRows), beta(rk + kTileRows),
-        h_dh(beta + kTileRows), last(h_dh + kParts * kTileRows) {}
+      : panels(base),
+        rq(panels + 5 * kPanel),
+        rk(rq + kTileRows),
+        beta(rk + kTileRows),
+        h_dh(beta + kTileRows),
+        last(h_dh + kParts * kTileRows) {}
 };
 
 /// -Y = R h^T, do h^T, v_new dh^T for channels k0.., and a thread's part of rowsum_V(h . dh).
@@ -142,7 +146,8 @@ __device__ void finish_columns(const WyKeyParams& p, const WyKeyShared<Real>& sh
 }
 
 template <class Real>
-__global__ void __launch_bounds__(kThreads) wy_key(const __grid_constant__ WyKeyParams p) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm<Real>)
+    wy_key(const __grid_constant__ WyKeyParams p) {
   const WyKeyShared<Real> shared(shared_memory<Real>());
   const int64_t tiles = p.sequences.chunk_rows * p.heads.HV;
   const int64_t G = p.heads.HV / p.heads.H;

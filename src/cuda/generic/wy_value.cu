@@ -21,7 +21,10 @@ struct WyShared {
   Real *A, *value, *R, *grad_o, *beta;
 
   __device__ explicit WyShared(Real* base)
-      : A(base), value(A + kTileRows * kPanelStride), R(value + kValue), grad_o(R + kPanel),
+      : A(base),
+        value(A + kTileRows * kPanelStride),
+        R(value + kValue),
+        grad_o(R + kPanel),
         beta(grad_o + kPanel) {}
 };
 
@@ -60,7 +63,8 @@ __device__ void solve_columns(const WyValueParams& p, const WyShared<Real>& shar
 }
 
 template <class Real>
-__global__ void __launch_bounds__(kThreads) wy_value(const __grid_constant__ WyValueParams p) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm<Real>)
+    wy_value(const __grid_constant__ WyValueParams p) {
   const WyShared<Real> shared(shared_memory<Real>());
   const int64_t tiles = p.sequences.chunk_rows * p.heads.HV;
   for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {

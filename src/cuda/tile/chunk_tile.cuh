@@ -59,8 +59,7 @@ template <class Real, int ROWS, int DEPTH, bool DepthFast>
 __device__ __forceinline__ void load_checkpoint(Panel<Real, ROWS, DEPTH, DepthFast>& panel,
                                                 const Tensor& h, int64_t row, int64_t hv,
                                                 int32_t k0, int32_t K, int64_t v0, int64_t V) {
-  const int64_t base =
-      row * h.stride[0] + hv * h.stride[1] + k0 * h.stride[2] + v0 * h.stride[3];
+  const int64_t base = row * h.stride[0] + hv * h.stride[1] + k0 * h.stride[2] + v0 * h.stride[3];
   if constexpr (DepthFast) {
     panel.load(h, base, h.stride[2], h.stride[3], K - k0, rest_of(V, v0));
   } else {
@@ -68,8 +67,8 @@ __device__ __forceinline__ void load_checkpoint(Panel<Real, ROWS, DEPTH, DepthFa
   }
 }
 
-/// A chunk's scalars of a tensor [B, T, heads] into shared[64]: `absent` where the tensor is absent,
-/// 0 on rows beyond the chunk.
+/// A chunk's scalars of a tensor [B, T, heads] into shared[64]: `absent` where the tensor is
+/// absent, 0 on rows beyond the chunk.
 template <class Real>
 __device__ __forceinline__ void load_scalars(Real* shared, const Tensor& t, const Chunk& chunk,
                                              int64_t head, Real absent) {

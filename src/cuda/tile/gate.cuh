@@ -45,8 +45,8 @@ __device__ __forceinline__ Gate<Real> gate_of(const GateParams& params, int64_t 
   Gate<Real> gate;
   if (params.A_log.data) gate.slope = exp(load<Real>(params.A_log, hv * params.A_log.stride[0]));
   if (params.dt_bias.data) {
-    gate.bias = load<Real>(params.dt_bias,
-                           hv * params.dt_bias.stride[0] + k * params.dt_bias.stride[1]);
+    gate.bias =
+        load<Real>(params.dt_bias, hv * params.dt_bias.stride[0] + k * params.dt_bias.stride[1]);
   }
   return gate;
 }

@@ -8,6 +8,10 @@ namespace kda::cuda {
 
 inline constexpr int kThreads = 256;
 inline constexpr int kTileRows = 64;
+/// What the register allocation aims at: two blocks share an SM, so that one computes while the
+/// other waits for memory; fp64 takes all registers.
+template <class Real>
+inline constexpr int kBlocksPerSm = sizeof(Real) == 4 ? 2 : 1;
 /// Elements between two depths of a panel with 64 rows: rows stay 16-byte aligned, and the stores
 /// of DepthFast panels (8 depths x 4 rows a warp) touch all 32 banks.
 inline constexpr int kPanelStride = 68;

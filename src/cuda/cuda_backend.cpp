@@ -1,0 +1,49 @@
+// The rows of the CUDA backend in the list of implementations.
+#include <array>
+
+#include "cuda/device.h"
+#include "cuda/generic/pipeline.h"
+#include "cuda/recurrent/recurrent_op.h"
+
+namespace kda {
+namespace {
+
+using cuda::PipelineFunction;
+
+template <PipelineFunction function>
+Result<std::unique_ptr<Executor>> create(const Problem& problem, const Device& device,
+                                         const Options&) {
+  return cuda::make_pipeline(problem, device, function);
+}
+
+constexpr std::string_view kFamily = "cuda";
+constexpr std::string_view kGeneric =
+    "all options, head sizes, dtypes and strides; computes in fp32, with any fp64 tensor in fp64";
+
+template <PipelineFunction function>
+constexpr Implementation generic(std::string_view name, Operation operation) {
+  return {name, kFamily, operation, DeviceType::kCuda, kGeneric, create<function>};
+}
+
+constexpr std::array kRows = {
+    generic<cuda::chunk_fwd>("cuda_chunk_fwd", Operation::kChunkForward),
+    generic<cuda::chunk_bwd>("cuda_chunk_bwd", Operation::kChunkBackward),
+    Implementation{"cuda_recurrent", kFamily, Operation::kRecurrent, DeviceType::kCuda,
+                   "everything; at the speed of memory for K of 64 or 128 with fp32 or bf16 states "
+                   "in 16-byte rows",
+                   cuda::make_recurrent},
+    generic<cuda::stage_gate_cumsum>("cuda_gate_cumsum", Operation::kGateCumsum),
+    generic<cuda::stage_intra>("cuda_intra", Operation::kIntra),
+    generic<cuda::stage_wu>("cuda_wu", Operation::kWu),
+    generic<cuda::stage_state_scan>("cuda_state_scan", Operation::kStateScan),
+    generic<cuda::stage_output>("cuda_output", Operation::kOutput),
+    generic<cuda::stage_reverse_scan>("cuda_reverse_scan", Operation::kReverseScan),
+    generic<cuda::stage_wy_bwd>("cuda_wy_bwd", Operation::kWyBackward),
+    generic<cuda::stage_intra_bwd>("cuda_intra_bwd", Operation::kIntraBackward),
+};
+
+}  // namespace
+
+std::span<const Implementation> cuda_implementations() { return kRows; }
+
+}  // namespace kda

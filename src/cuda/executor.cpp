@@ -1,0 +1,171 @@
+#include "cuda/executor.h"
+
+#include <cmath>
+#include <iterator>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "core/view.h"
+#include "cuda/device.h"
+#include "cuda/generic/stages.h"
+#include "cuda/launch.h"
+
+namespace kda::cuda {
+namespace {
+
+constexpr int kLeastMajor = 8;  // sm_80: the oldest architecture that is compiled for
+constexpr std::size_t kAlignment = 256;
+
+Status check_address(std::string_view name, const void* address, const Device& device) {
+  cudaPointerAttributes attributes;
+  if (const cudaError_t error = cudaPointerGetAttributes(&attributes, address);
+      error != cudaSuccess) {
+    return device_error(fmt::format("{}: address {}", name, address).c_str(), error);
+  }
+  if (attributes.type == cudaMemoryTypeDevice && attributes.device != device.index) {
+    return {StatusCode::kInvalidArgument,
+            fmt::format("{}: its memory is on cuda:{}, expected the plan's device cuda:{}", name,
+                        attributes.device, device.index)};
+  }
+  if (attributes.type != cudaMemoryTypeUnregistered) return {};
+  int pageable = 0;
+  cudaDeviceGetAttribute(&pageable, cudaDevAttrPageableMemoryAccess, device.index);
+  if (pageable != 0) return {};
+  return {StatusCode::kInvalidArgument,
+          fmt::format("{}: address {} is host memory, expected memory of cuda:{}", name, address,
+                      device.index)};
+}
+
+}  // namespace
+
+Status check_device(const Device& device) {
+  if (std::string reason = cuda_device_problem(); !reason.empty()) {
+    return {StatusCode::kUnsupported, reason};
+  }
+  int count = 0;
+  if (const cudaError_t error = cudaGetDeviceCount(&count); error != cudaSuccess) {
+    return device_error("number of devices", error);
+  }
+  if (device.index < 0 || device.index >= count) {
+    return {StatusCode::kInvalidArgument,
+            fmt::format("device index: found {}, expected 0..{}", device.index, count - 1)};
+  }
+  int major = 0;
+  int minor = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device.index);
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device.index);
+  if (major < kLeastMajor) {
+    return {StatusCode::kUnsupported,
+            fmt::format("cuda:{} has compute capability {}.{}, {}.0 or more is needed",
+                        device.index, major, minor, kLeastMajor)};
+  }
+  const DeviceGuard guard(device.index);
+  if (!guard.status().ok()) return guard.status();
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, chunk_table_kernel());
+  if (error == cudaSuccess) return {};
+  cudaGetLastError();
+  if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
+    return {StatusCode::kUnsupported,
+            fmt::format("this build holds no code for compute capability {}.{}; rebuild with it "
+                        "in CMAKE_CUDA_ARCHITECTURES",
+                        major, minor)};
+  }
+  return device_error(fmt::format("device cuda:{}", device.index).c_str(), error);
+}
+
+Status CudaExecutor::run(const Args& args, void* stream) const {
+  const DeviceGuard guard(device().index);
+  if (!guard.status().ok()) return guard.status();
+  for (const TensorSpec& spec : tensors_of(problem().operation)) {
+    if (!problem().has(spec.id) || args[spec.id] == nullptr) continue;
+    Status status = check_address(name_of(spec.id), args[spec.id], device());
+    if (!status.ok()) return status;
+  }
+  if (workspace_bytes_ > 0) {
+    if (Status status = check_address("workspace", args.workspace, device()); !status.ok()) {
+      return status;
+    }
+  }
+  return enqueue(args, static_cast<cudaStream_t>(stream));
+}
+
+void* Scratch::bytes(int64_t count, std::size_t size) {
+  const double wanted = static_cast<double>(count) * static_cast<double>(size);
+  const double rounded =
+      std::ceil(wanted / static_cast<double>(kAlignment)) * static_cast<double>(kAlignment);
+  std::byte* const address = base_ == nullptr ? nullptr : base_ + static_cast<std::size_t>(total_);
+  total_ += rounded;
+  return address;
+}
+
+Tensor Scratch::tensor(std::initializer_list<int64_t> shape) {
+  Tensor tensor;
+  tensor.dtype = static_cast<int32_t>(fp64_ ? DType::kF64 : DType::kF32);
+  int64_t count = 1;
+  std::size_t dim = shape.size();
+  for (auto extent = std::rbegin(shape); extent != std::rend(shape); ++extent) {
+    tensor.stride[--dim] = count;
+    count *= *extent;
+  }
+  tensor.data = bytes(count, fp64_ ? sizeof(double) : sizeof(float));
+  return tensor;
+}
+
+Result<std::size_t> Scratch::total() const {
+  constexpr double kMost = 1LL << 53;
+  if (total_ <= kMost) return static_cast<std::size_t>(total_);
+  return Status(StatusCode::kUnsupported,
+                fmt::format("sizes whose workspace is {:.3g} bytes", total_));
+}
+
+Tensor tensor_of(const Problem& problem, const Args& args, TensorId id) {
+  const View view = view_of(problem, args, id);
+  Tensor tensor;
+  tensor.data = view.data;
+  tensor.dtype = static_cast<int32_t>(view.dtype);
+  for (std::size_t i = 0; i < view.stride.size(); ++i) tensor.stride[i] = view.stride[i];
+  return tensor;
+}
+
+Tensor state_of(const Problem& problem, const Args& args, TensorId id) {
+  Tensor tensor = tensor_of(problem, args, id);
+  if (problem.state_v_first) std::swap(tensor.stride[2], tensor.stride[3]);
+  return tensor;
+}
+
+Heads heads_of(const Problem& problem) {
+  const Sizes& sizes = problem.sizes;
+  return {sizes.H, sizes.HV, sizes.V, static_cast<int32_t>(sizes.K)};
+}
+
+GateParams gate_of(const Problem& problem, const Args& args) {
+  return {tensor_of(problem, args, TensorId::kG), tensor_of(problem, args, TensorId::kALog),
+          tensor_of(problem, args, TensorId::kDtBias), static_cast<int32_t>(problem.gate),
+          problem.lower_bound};
+}
+
+bool computes_in_fp64(const Problem& problem) {
+  for (const TensorLayout& layout : problem.tensors) {
+    if (layout.dtype == DType::kF64) return true;
+  }
+  return false;
+}
+
+Sequences sequences_of(const Problem& problem, const Args& args, Scratch& scratch) {
+  Sequences sequences;
+  sequences.count = problem.sequences();
+  sequences.T = problem.sizes.T;
+  sequences.C = problem.chunk_size;
+  sequences.chunk_rows = problem.chunk_rows();
+  sequences.chunks_per_row = problem.packed() ? 0 : sequences.chunk_rows / problem.sizes.B;
+  if (!problem.packed()) return sequences;
+  sequences.cu = tensor_of(problem, args, TensorId::kCuSeqlens);
+  sequences.offsets = static_cast<int64_t*>(scratch.bytes(sequences.count + 1, sizeof(int64_t)));
+  sequences.entries =
+      static_cast<ChunkEntry*>(scratch.bytes(sequences.chunk_rows, sizeof(ChunkEntry)));
+  return sequences;
+}
+
+}  // namespace kda::cuda

@@ -1,0 +1,112 @@
+// The backward pass as a composition of the stages, in the compact form of (5.27)-(5.33). It
+// recomputes h, Aqk and A in the compute type: v_new needs the scan over the states anyway, and a
+// saved 16-bit copy would only lose accuracy.
+#include "cuda/generic/pipeline.h"
+
+namespace kda::cuda {
+
+using enum TensorId;
+
+namespace {
+
+/// What the forward leaves for the backward.
+struct Recomputed {
+  Activations x;
+  Tensor Aqk, A, w, kg, qg, h, v_new;
+};
+
+Recomputed recompute(Pipeline& run) {
+  const Sizes& sizes = run.problem().sizes;
+  const int64_t C = run.problem().chunk_size;
+  const Heads heads = run.heads();
+  Recomputed f;
+  f.x = activate(run);
+  f.Aqk = run.tokens(sizes.HV, C);
+  f.A = run.tokens(sizes.HV, C);
+  run(launch_intra, IntraParams{run[kQ], run[kK], f.x.rq, f.x.rk, f.x.beta, f.x.gamma, f.Aqk, f.A,
+                                run.scale(), heads, run.sequences()});
+  f.w = run.tokens(sizes.HV, sizes.K);
+  f.kg = run.tokens(sizes.HV, sizes.K);
+  f.qg = run.tokens(sizes.HV, sizes.K);
+  f.v_new = run.tokens(sizes.HV, sizes.V);
+  const Tensor& u = f.v_new;
+  run(launch_wu, WuParams{run[kQ], run[kK], run[kV], f.x.rq, f.x.rk, f.x.beta, f.x.gamma, f.A, f.w,
+                          u, f.kg, f.qg, heads, run.sequences()});
+  f.h = run.checkpoints();
+  run(launch_state_scan, StateScanParams{f.kg,
+                                         f.w,
+                                         u,
+                                         f.x.gamma,
+                                         run.state(kInitialState),
+                                         f.h,
+                                         f.v_new,
+                                         {},
+                                         heads,
+                                         run.sequences()});
+  return f;
+}
+
+/// Steps 3.5 to 3.10 back from the gradient of the decay.
+void gate_backward(Pipeline& run, const Tensor& dg_decay) {
+  const Sizes& sizes = run.problem().sizes;
+  const bool parameters = run.has(kDALog) || run.has(kDdtBias);
+  if (!run.has(kDg) && !parameters) return;
+  Tensor partial;
+  if (parameters) partial = run.scratch({run.problem().chunk_rows(), sizes.HV, sizes.K + 1});
+  run(launch_gate_bwd,
+      GateBackwardParams{run.gate(), dg_decay, run[kDg], partial, run.heads(), run.sequences()});
+  if (!parameters) return;
+  run(launch_gate_reduce, GateReduceParams{partial, run[kDALog], run[kDdtBias],
+                                           run.problem().chunk_rows(), run.heads()});
+}
+
+void qk_backward(Pipeline& run, TensorId output, TensorId input, const Tensor& source,
+                 const Tensor& r) {
+  if (!run.has(output)) return;
+  const Sizes& sizes = run.problem().sizes;
+  run(launch_group_sum, GroupSumParams{source, run[input], r, run[output], sizes.B, sizes.T,
+                                       run.heads(), run.sequences()});
+}
+
+}  // namespace
+
+void chunk_bwd(Pipeline& run) {
+  const Problem& problem = run.problem();
+  const Sizes& sizes = problem.sizes;
+  const int64_t C = problem.chunk_size;
+  const Heads heads = run.heads();
+  const Recomputed f = recompute(run);
+  const Activations& x = f.x;
+  const Tensor dh = run.checkpoints();
+  const Tensor dv_new = run.tokens(sizes.HV, sizes.V);
+  run(launch_reverse_scan,
+      ReverseScanParams{f.qg, f.kg, f.w, x.gamma, f.Aqk, run[kDo], run.state(kDfinalState), dh,
+                        dv_new, run.state(kDinitialState), run.scale(), heads, run.sequences()});
+  const Tensor& R = dv_new;  // a block reads its tile of dv_new before it writes that of R
+  const Tensor dP = run.tokens(sizes.HV, C);
+  const Tensor dL = run.tokens(sizes.HV, C);
+  const Tensor dbeta = run.scalars(sizes.HV);
+  run(launch_wy_value, WyValueParams{run[kV], x.beta, f.A, f.v_new, dv_new, run[kDo], R, run[kDv],
+                                     dbeta, dP, dL, run.scale(), heads, run.sequences()});
+  // The operands of the scans are no longer needed.
+  const Tensor& dq = f.qg;
+  const Tensor& dk = f.kg;
+  const Tensor& dg = f.w;
+  run(launch_wy_key,
+      WyKeyParams{run[kQ], run[kK], x.rq, x.rk, x.beta, x.gamma, R, f.v_new, run[kDo], f.h, dh, dq,
+                  dk, dg, dbeta, run.scale(), heads, run.sequences()});
+  run(launch_intra_bwd,
+      IntraBackwardParams{run[kQ], run[kK], x.rq, x.rk, x.beta, x.gamma, dP, dL, dq, dk, dg, dbeta,
+                          dq, dk, dg, problem.beta_sigmoid ? dbeta : run[kDbeta], heads,
+                          run.sequences()});
+  qk_backward(run, kDq, kQ, dq, x.rq);
+  qk_backward(run, kDk, kK, dk, x.rk);
+  if (problem.beta_sigmoid && run.has(kDbeta)) {
+    run(launch_beta, BetaParams{run[kBeta], dbeta, run[kDbeta], sizes.B, sizes.T, sizes.HV,
+                                problem.allow_neg_eigval ? 2.0 : 1.0, run.sequences()});
+  }
+  gate_backward(run, dg);
+  run.finish();
+}
+
+}  // namespace kda::cuda

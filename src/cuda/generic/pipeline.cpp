@@ -1,0 +1,124 @@
+#include "cuda/generic/pipeline.h"
+
+#include <string_view>
+
+namespace kda::cuda {
+namespace {
+
+class PipelineExecutor final : public CudaExecutor {
+ public:
+  PipelineExecutor(const Problem& problem, const Device& device, std::size_t workspace_bytes,
+                   PipelineFunction function)
+      : CudaExecutor(problem, device, workspace_bytes), function_(function) {}
+
+ protected:
+  Status enqueue(const Args& args, cudaStream_t stream) const override {
+    Pipeline pipeline(problem(), args, stream);
+    if (pipeline.status().ok()) function_(pipeline);
+    return pipeline.status();
+  }
+
+ private:
+  PipelineFunction function_;
+};
+
+}  // namespace
+
+Pipeline::Pipeline(const Problem& problem)
+    : problem_(problem),
+      fp64_(computes_in_fp64(problem)),
+      measuring_(true),
+      scratch_(nullptr, fp64_),
+      sequences_(sequences_of(problem, args_, scratch_)) {}
+
+Pipeline::Pipeline(const Problem& problem, const Args& args, cudaStream_t stream)
+    : problem_(problem),
+      args_(args),
+      stream_(stream),
+      fp64_(computes_in_fp64(problem)),
+      measuring_(false),
+      scratch_(args.workspace, fp64_),
+      sequences_(sequences_of(problem, args, scratch_)),
+      status_(launch_chunk_table(sequences_, stream)) {}
+
+Tensor Pipeline::tokens(int64_t heads, int64_t width) {
+  return scratch_.tensor({problem_.sizes.B, problem_.sizes.T, heads, width});
+}
+
+Tensor Pipeline::scalars(int64_t heads) {
+  return scratch_.tensor({problem_.sizes.B, problem_.sizes.T, heads});
+}
+
+Tensor Pipeline::checkpoints() {
+  const Sizes& sizes = problem_.sizes;
+  return scratch_.tensor({problem_.chunk_rows(), sizes.HV, sizes.K, sizes.V});
+}
+
+void Pipeline::copy_out(TensorId id, const Tensor& source) {
+  if (has(id)) copies_[static_cast<std::size_t>(id)] = source;
+}
+
+void Pipeline::finish() {
+  CopyRowsParams params;
+  params.sequences = sequences_;
+  for (const TensorSpec& spec : tensors_of(problem_.operation)) {
+    const bool by_token = spec.shape.starts_with("[B,T,");
+    if (spec.role != Role::kOutput || !has(spec.id) ||
+        !(by_token || spec.shape.starts_with("[NC,"))) {
+      continue;
+    }
+    const Tensor& source = copies_[static_cast<std::size_t>(spec.id)];
+    if (source.data == nullptr && !problem_.packed()) continue;
+    CopyRowsParams::Job& job = params.jobs[params.count++];
+    job = {source, (*this)[spec.id], {}, by_token ? 1 : 0};
+    const TensorLayout& layout = problem_[spec.id];
+    for (std::size_t i = 0; i < 4; ++i) job.shape[i] = layout.shape[i];
+    if (layout.rank == 3) {  // the last dimension is spread over lanes
+      job.shape[3] = job.shape[2];
+      job.shape[2] = 1;
+      job.target.stride[3] = job.target.stride[2];
+      job.source.stride[3] = job.source.stride[2];
+    }
+  }
+  (*this)(launch_copy_rows, params);
+}
+
+Result<std::unique_ptr<Executor>> make_pipeline(const Problem& problem, const Device& device,
+                                                PipelineFunction function) {
+  if (Status status = check_device(device); !status.ok()) return status;
+  Pipeline measure(problem);
+  function(measure);
+  Result<std::size_t> bytes = measure.workspace_bytes();
+  if (!bytes.ok()) return bytes.status();
+  return std::unique_ptr<Executor>(
+      std::make_unique<PipelineExecutor>(problem, device, *bytes, function));
+}
+
+Activations activate(Pipeline& run) {
+  const Problem& problem = run.problem();
+  const Sizes& sizes = problem.sizes;
+  Activations result;
+  result.beta = run[TensorId::kBeta];
+  if (problem.qk_l2norm) {
+    result.rq = run.scalars(sizes.H);
+    result.rk = run.scalars(sizes.H);
+    run(launch_norms, NormsParams{run[TensorId::kQ], run[TensorId::kK], result.rq, result.rk,
+                                  sizes.B, sizes.T, run.heads()});
+  }
+  if (problem.beta_sigmoid) {
+    result.beta = run.scalars(sizes.HV);
+    run(launch_beta, BetaParams{run[TensorId::kBeta],
+                                {},
+                                result.beta,
+                                sizes.B,
+                                sizes.T,
+                                sizes.HV,
+                                problem.allow_neg_eigval ? 2.0 : 1.0,
+                                run.sequences()});
+  }
+  result.gamma = run.tokens(sizes.HV, sizes.K);
+  run(launch_gate_cumsum, GateCumsumParams{run.gate(), result.gamma, run.heads(), run.sequences()});
+  return result;
+}
+
+}  // namespace kda::cuda

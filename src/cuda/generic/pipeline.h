@@ -1,0 +1,86 @@
+// A sequence of launches that is written once and used twice: to measure the workspace and to run.
+#pragma once
+
+#include <memory>
+
+#include "cuda/executor.h"
+#include "cuda/generic/stages.h"
+
+namespace kda::cuda {
+
+/// What the host code of an operation works with. While measuring, addresses are null and nothing
+/// is launched: what takes part is decided by the problem, never by an address.
+class Pipeline {
+ public:
+  /// Measures.
+  explicit Pipeline(const Problem& problem);
+  Pipeline(const Problem& problem, const Args& args, cudaStream_t stream);
+
+  const Problem& problem() const { return problem_; }
+  const Sequences& sequences() const { return sequences_; }
+  Heads heads() const { return heads_of(problem_); }
+  double scale() const { return problem_.effective_scale(); }
+  bool has(TensorId id) const { return problem_.has(id); }
+  Tensor operator[](TensorId id) const { return tensor_of(problem_, args_, id); }
+  Tensor state(TensorId id) const { return state_of(problem_, args_, id); }
+  GateParams gate() const { return gate_of(problem_, args_); }
+
+  /// Scratch tensors [B,T,heads,width], [B,T,heads], [chunk rows,HV,K,V].
+  Tensor tokens(int64_t heads, int64_t width);
+  Tensor scalars(int64_t heads);
+  Tensor checkpoints();
+  Tensor scratch(std::initializer_list<int64_t> shape) { return scratch_.tensor(shape); }
+
+  /// Launches, unless measuring or after a failure.
+  template <class Params>
+  void operator()(Status (*launcher)(const Params&, bool, cudaStream_t), const Params& params) {
+    if (!measuring_ && status_.ok()) status_ = launcher(params, fp64_, stream_);
+  }
+
+  /// Copies scratch into an output of the operation when `finish` runs; unused rows become 0.
+  void copy_out(TensorId id, const Tensor& source);
+  /// Copies, and writes zeros to the rows of all other outputs that no sequence owns.
+  void finish();
+
+  const Status& status() const { return status_; }
+  Result<std::size_t> workspace_bytes() const { return scratch_.total(); }
+
+ private:
+  const Problem& problem_;
+  Args args_;
+  cudaStream_t stream_ = nullptr;
+  bool fp64_;
+  bool measuring_;
+  Scratch scratch_;
+  Sequences sequences_;
+  Status status_;
+  std::array<Tensor, kTensorCount> copies_{};
+};
+
+using PipelineFunction = void (*)(Pipeline& pipeline);
+
+/// An executor around a pipeline function.
+Result<std::unique_ptr<Executor>> make_pipeline(const Problem& problem, const Device& device,
+                                                PipelineFunction function);
+
+/// The generic leaf, one function an operation.
+void chunk_fwd(Pipeline& run);
+void chunk_bwd(Pipeline& run);
+void stage_gate_cumsum(Pipeline& run);
+void stage_intra(Pipeline& run);
+void stage_wu(Pipeline& run);
+void stage_state_scan(Pipeline& run);
+void stage_output(Pipeline& run);
+void stage_reverse_scan(Pipeline& run);
+void stage_wy_bwd(Pipeline& run);
+void stage_intra_bwd(Pipeline& run);
+
+/// Activated inputs of a chunked operation; absent tensors mean "as given".
+struct Activations {
+  Tensor rq, rk;  ///< [B,T,H]
+  Tensor beta;    ///< [B,T,HV]
+  Tensor gamma;   ///< [B,T,HV,K]
+};
+Activations activate(Pipeline& run);
+
+}  // namespace kda::cuda

@@ -1,0 +1,142 @@
+// The stages as operations of their own.
+#include "cuda/generic/pipeline.h"
+
+namespace kda::cuda {
+
+using enum TensorId;
+
+void stage_gate_cumsum(Pipeline& run) {
+  run(launch_gate_cumsum, GateCumsumParams{run.gate(), run[kGamma], run.heads(), run.sequences()});
+  run.finish();
+}
+
+void stage_intra(Pipeline& run) {
+  run(launch_intra, IntraParams{run[kQ],
+                                run[kK],
+                                {},
+                                {},
+                                run[kBeta],
+                                run[kGamma],
+                                run[kAqk],
+                                run[kA],
+                                run.scale(),
+                                run.heads(),
+                                run.sequences()});
+  run.finish();
+}
+
+void stage_wu(Pipeline& run) {
+  run(launch_wu, WuParams{run[kQ],
+                          run[kK],
+                          run[kV],
+                          {},
+                          {},
+                          run[kBeta],
+                          run[kGamma],
+                          run[kA],
+                          run[kW],
+                          run[kU],
+                          run[kKg],
+                          run[kQg],
+                          run.heads(),
+                          run.sequences()});
+  run.finish();
+}
+
+void stage_state_scan(Pipeline& run) {
+  const bool raw = run.has(kDqRaw);
+  const Tensor h = raw ? run.checkpoints() : run[kH];
+  run(launch_state_scan,
+      StateScanParams{run[kKg], run[kW], run[kU], run[kGamma], run.state(kInitialState), h,
+                      run[kVNew], run.state(kFinalState), run.heads(), run.sequences()});
+  if (raw) {
+    run(launch_dq_raw, DqRawParams{run[kDo], h, run[kDqRaw], run.heads(), run.sequences()});
+    run.copy_out(kH, h);
+  }
+  run.finish();
+}
+
+void stage_output(Pipeline& run) {
+  run(launch_output, OutputParams{run[kQ],
+                                  {},
+                                  run[kGamma],
+                                  run[kAqk],
+                                  run[kH],
+                                  run[kVNew],
+                                  run[kO],
+                                  run.scale(),
+                                  run.heads(),
+                                  run.sequences()});
+  run.finish();
+}
+
+void stage_reverse_scan(Pipeline& run) {
+  run(launch_reverse_scan,
+      ReverseScanParams{run[kQg], run[kKg], run[kW], run[kGamma], run[kAqk], run[kDo],
+                        run.state(kDfinalState), run[kDh], run[kDvNew], run.state(kDinitialState),
+                        run.scale(), run.heads(), run.sequences()});
+  run.finish();
+}
+
+void stage_wy_bwd(Pipeline& run) {
+  const Sizes& sizes = run.problem().sizes;
+  const Tensor R = run.tokens(sizes.HV, sizes.V);
+  run(launch_wy_value, WyValueParams{run[kV], run[kBeta], run[kA], run[kVNew], run[kDvNew],
+                                     run[kDo], R, run[kDv], run[kDbetaPartial], run[kDP], run[kDL],
+                                     run.scale(), run.heads(), run.sequences()});
+  run(launch_wy_key, WyKeyParams{run[kQ],
+                                 run[kK],
+                                 {},
+                                 {},
+                                 run[kBeta],
+                                 run[kGamma],
+                                 R,
+                                 run[kVNew],
+                                 run[kDo],
+                                 run[kH],
+                                 run[kDh],
+                                 run[kDqPartial],
+                                 run[kDkPartial],
+                                 run[kDgPartial],
+                                 run[kDbetaPartial],
+                                 run.scale(),
+                                 run.heads(),
+                                 run.sequences()});
+  run.finish();
+}
+
+void stage_intra_bwd(Pipeline& run) {
+  const Sizes& sizes = run.problem().sizes;
+  const bool grouped = sizes.HV != sizes.H;
+  const auto per_value_head = [&](TensorId id) {
+    return grouped && run.has(id) ? run.tokens(sizes.HV, sizes.K) : run[id];
+  };
+  const Tensor dq = per_value_head(kDq);
+  const Tensor dk = per_value_head(kDk);
+  run(launch_intra_bwd, IntraBackwardParams{run[kQ],
+                                            run[kK],
+                                            {},
+                                            {},
+                                            run[kBeta],
+                                            run[kGamma],
+                                            run[kDP],
+                                            run[kDL],
+                                            run[kDqPartial],
+                                            run[kDkPartial],
+                                            run[kDgPartial],
+                                            run[kDbetaPartial],
+                                            dq,
+                                            dk,
+                                            run[kDg],
+                                            run[kDbeta],
+                                            run.heads(),
+                                            run.sequences()});
+  for (const auto& [id, source] : {std::pair{kDq, dq}, std::pair{kDk, dk}}) {
+    if (!grouped || !run.has(id)) continue;
+    run(launch_group_sum,
+        GroupSumParams{source, {}, {}, run[id], sizes.B, sizes.T, run.heads(), run.sequences()});
+  }
+  run.finish();
+}
+
+}  // namespace kda::cuda

@@ -1,0 +1,187 @@
+// What both recurrent kernels share: which sequence a block works for, and the activated inputs of
+// a block of tokens in shared memory.
+#pragma once
+
+#include "cuda/recurrent/config.h"
+#include "cuda/recurrent/recurrent.h"
+#include "cuda/tile/gate.cuh"
+#include "cuda/tile/sequence.cuh"
+
+namespace kda::cuda {
+
+/// A block's share: tokens of one sequence, one value head, columns v0.. of V. `slot` < 0: no state
+/// is touched and o is zero; packed problems have one such sequence more, for the unused rows.
+struct RecurrentTile {
+  TokenRange tokens;
+  int64_t hv;
+  int64_t v0;
+  int64_t slot;
+};
+
+__device__ __forceinline__ int64_t recurrent_tiles(const RecurrentParams& p, int columns) {
+  const int64_t v_tiles = (p.heads.V + columns - 1) / columns;
+  return (p.sequences.count + (p.sequences.cu.data ? 1 : 0)) * p.heads.HV * v_tiles;
+}
+
+__device__ __forceinline__ RecurrentTile recurrent_tile(const RecurrentParams& p, int64_t index,
+                                                        int columns) {
+  const int64_t v_tiles = (p.heads.V + columns - 1) / columns;
+  RecurrentTile tile;
+  tile.v0 = index % v_tiles * columns;
+  tile.hv = index / v_tiles % p.heads.HV;
+  const int64_t sequence = index / v_tiles / p.heads.HV;
+  if (sequence == p.sequences.count) {
+    tile.tokens = {0, used_tokens(p.sequences), p.sequences.T, 0, 0};
+    tile.slot = -1;
+    return tile;
+  }
+  tile.tokens = tokens_of(p.sequences, sequence);
+  tile.slot = p.indices.data ? load_index(p.indices, sequence) : sequence;
+  if (tile.slot >= p.states) tile.slot = -1;
+  return tile;
+}
+
+/// How many tokens of `length` a block of tokens from `first` on holds; 0 from `length` on.
+__device__ __forceinline__ int token_count(int64_t length, int64_t first) {
+  return static_cast<int>(clamp_index(length - first, 0, kTokenBlock));
+}
+
+/// Zeros in o for all tokens of a tile.
+template <class Real>
+__device__ void write_zeros(const RecurrentParams& p, const RecurrentTile& tile, int columns) {
+  const int64_t count = (tile.tokens.end - tile.tokens.begin) * columns;
+  for (int64_t e = threadIdx.x; e < count; e += blockDim.x) {
+    const int64_t v = tile.v0 + e % columns;
+    if (v >= p.heads.V) continue;
+    store<Real>(p.o,
+                token_offset(p.o, tile.tokens.batch, tile.tokens.begin + e / columns, tile.hv) +
+                    v * p.o.stride[3],
+                Real(0));
+  }
+}
+
+/// Inputs of up to kTokenBlock tokens. The norms of q and k are factors of their own.
+template <class Real, int K, int COLUMNS>
+struct TokenBlock {
+  alignas(16) Real q[kTokenBlock][K];
+  alignas(16) Real k[kTokenBlock][K];
+  alignas(16) Real decay[kTokenBlock][K];
+  alignas(16) Real v[kTokenBlock][COLUMNS];
+  Real beta[kTokenBlock];
+  Real rq[kTokenBlock];  ///< 1 / |q| times the scale
+  Real rk[kTokenBlock];
+  Real qk[kTokenBlock];  ///< <q, k> with both factors
+};
+
+template <class Real>
+__device__ __forceinline__ Real lane_sum(Real x) {
+  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+  return x;
+}
+
+/// The channel tid % K of q, k and the decay of every token. kTokenBatch tokens are asked for
+/// before the first is converted. fp64 does not clamp the decay: exp(-inf) = 0.
+template <class Real, int K, int COLUMNS>
+__device__ __forceinline__ void load_keys(TokenBlock<Real, K, COLUMNS>& block,
+                                          const RecurrentParams& p, const RecurrentTile& tile,
+                                          int64_t token, int count) {
+  const int c = static_cast<int>(threadIdx.x) % K;
+  const int step = static_cast<int>(blockDim.x) / K;
+  const int64_t h = tile.hv / (p.heads.HV / p.heads.H);
+  const int64_t batch = tile.tokens.batch;
+  const int64_t q_base = token_offset(p.q, batch, token, h) + c * p.q.stride[3];
+  const int64_t k_base = token_offset(p.k, batch, token, h) + c * p.k.stride[3];
+  const Tensor& g = p.gate.g;
+  const int64_t g_base = token_offset(g, batch, token, tile.hv) + c * g.stride[3];
+  const bool inside = c < p.heads.K;
+  for (int first = static_cast<int>(threadIdx.x) / K; first < count; first += kTokenBatch * step) {
+    RawElement<Real> q[kTokenBatch], k[kTokenBatch], raw[kTokenBatch];
+#pragma unroll
+    for (int j = 0; j < kTokenBatch; ++j) {
+      const int slot = first + j * step;
+      if (!inside || slot >= count) continue;
+      q[j] = load_raw<Real>(p.q, q_base + slot * p.q.stride[1]);
+      k[j] = load_raw<Real>(p.k, k_base + slot * p.k.stride[1]);
+      raw[j] = load_raw<Real>(g, g_base + slot * g.stride[1]);
+    }
+    const Gate<Real> gate = inside ? gate_of<Real>(p.gate, tile.hv, c) : Gate<Real>{};
+#pragma unroll
+    for (int j = 0; j < kTokenBatch; ++j) {
+      const int slot = first + j * step;
+      if (slot >= count) continue;
+      Real decay = 1;
+      if (inside) {
+        const Real value = gate_value(p.gate, gate, convert<Real>(raw[j], g.dtype));
+        decay = exp(sizeof(Real) == 4 ? clamp_gate(value) : value);
+      }
+      block.q[slot][c] = inside ? convert<Real>(q[j], p.q.dtype) : Real(0);
+      block.k[slot][c] = inside ? convert<Real>(k[j], p.k.dtype) : Real(0);
+      block.decay[slot][c] = decay;
+    }
+  }
+}
+
+template <class Real, int K, int COLUMNS>
+__device__ __forceinline__ void load_values(TokenBlock<Real, K, COLUMNS>& block,
+                                            const RecurrentParams& p, const RecurrentTile& tile,
+                                            int64_t token, int count) {
+  const int64_t batch = tile.tokens.batch;
+  for (int e = static_cast<int>(threadIdx.x); e < count * COLUMNS;
+       e += static_cast<int>(blockDim.x)) {
+    const int slot = e / COLUMNS;
+    const int64_t v = tile.v0 + e % COLUMNS;
+    block.v[slot][e % COLUMNS] =
+        v < p.heads.V
+            ? load<Real>(p.v, token_offset(p.v, batch, token + slot, tile.hv) + v * p.v.stride[3])
+            : Real(0);
+  }
+  const int slot = static_cast<int>(threadIdx.x);
+  if (slot >= count) return;
+  const Real x = load<Real>(p.beta, token_offset(p.beta, batch, token + slot, tile.hv));
+  block.beta[slot] = p.beta_sigmoid ? static_cast<Real>(p.beta_factor) * sigmoid(x) : x;
+}
+
+/// One warp a token.
+template <class Real, int K, int COLUMNS>
+__device__ __forceinline__ void find_norms(TokenBlock<Real, K, COLUMNS>& block,
+                                           const RecurrentParams& p, int count) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  for (int slot = static_cast<int>(threadIdx.x) / 32; slot < count;
+       slot += static_cast<int>(blockDim.x) / 32) {
+    Real qq = 0, kk = 0, qk = 0;
+#pragma unroll
+    for (int c = lane; c < K; c += 32) {
+      const Real q = block.q[slot][c];
+      const Real k = block.k[slot][c];
+      qq += q * q;
+      kk += k * k;
+      qk += q * k;
+    }
+    Real rq = static_cast<Real>(p.scale);
+    Real rk = 1;
+    if (p.qk_l2norm) {
+      rq /= sqrt(lane_sum(qq) + Real(1e-6));
+      rk /= sqrt(lane_sum(kk) + Real(1e-6));
+    }
+    qk = lane_sum(qk);
+    if (lane != 0) continue;
+    block.rq[slot] = rq;
+    block.rk[slot] = rk;
+    block.qk[slot] = rq * rk * qk;
+  }
+}
+
+/// Tokens first.. of a tile, `count` of them, ready for use. Starts with nothing in use and ends
+/// with a barrier.
+template <class Real, int K, int COLUMNS>
+__device__ __forceinline__ void load_block(TokenBlock<Real, K, COLUMNS>& block,
+                                           const RecurrentParams& p, const RecurrentTile& tile,
+                                           int64_t first, int count) {
+  load_keys(block, p, tile, tile.tokens.begin + first, count);
+  load_values(block, p, tile, tile.tokens.begin + first, count);
+  __syncthreads();
+  find_norms(block, p, count);
+  __syncthreads();
+}
+
+}  // namespace kda::cuda

@@ -1,0 +1,414 @@
+"""The program kda from outside: exit codes, messages, files and JSON."""
+
+import contextlib
+import json
+import math
+import os
+import pathlib
+import resource
+import struct
+import subprocess
+import tempfile
+import unittest
+
+import case_files
+
+PROGRAM = os.environ["KDA_PROGRAM"]
+DATA = pathlib.Path(__file__).parent.parent / "data"
+OUTPUTS = ["o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "dinitial_state"]
+
+
+def kda(*arguments, **how):
+    environment = dict(os.environ)
+    environment.pop("KDA_IMPL", None)
+    return subprocess.run(
+        [PROGRAM, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+        check=False,
+        **how,
+    )
+
+
+def read_header(path):
+    content = pathlib.Path(path).read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+class ProgramTest(unittest.TestCase):
+    def setUp(self):
+        self.folder = pathlib.Path(self.enter(tempfile.TemporaryDirectory()))
+        self.case = self.folder / "case.safetensors"
+        self.out = self.folder / "out.safetensors"
+
+    def enter(self, context):
+        stack = contextlib.ExitStack()
+        self.addCleanup(stack.close)
+        return stack.enter_context(context)
+
+    def write_case(self, **changes):
+        tensors = case_files.with_gradients(case_files.small_tensors())
+        tensors.update({name.replace("__", "."): value for name, value in changes.items()})
+        self.case.write_bytes(case_files.case(tensors))
+
+    def files(self):
+        return sorted(path.name for path in self.folder.iterdir())
+
+    def check(self, result, code):
+        self.assertEqual(result.returncode, code, result.stdout + result.stderr)
+
+    def lines(self, result):
+        return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+class Help(ProgramTest):
+    def test_every_command_explains_itself_with_an_example(self):
+        for command in ([], ["run"], ["verify"], ["bench"], ["support"], ["doctor"]):
+            result = kda(*command, "--help")
+            self.check(result, 0)
+            self.assertIn("Example: kda", result.stdout)
+            self.assertEqual(result.stderr, "")
+        self.assertIn("Exit codes: 0 right, 1 mismatch", kda("--help").stdout)
+
+    def test_version(self):
+        self.assertRegex(kda("--version").stdout, r"^kda \d+\.\d+\.\d+\n$")
+
+
+class BadUsage(ProgramTest):
+    def test_is_exit_2_and_one_line(self):
+        for arguments in (
+            [],
+            ["walk"],
+            ["run"],
+            ["run", "a"],
+            ["run", "a", "-o", "b", "--threads", "-1"],
+            ["verify", "--what"],
+            ["bench", "--shape", "1,2,3"],
+            ["bench", "--shape", "1,2,3,4,5,x"],
+            ["bench", "--suite", "sprint"],
+            ["bench", "--dtype", "int8"],
+            ["bench", "--gate", "relu"],
+            ["bench", "--shape", "1,64,2,3,32,32"],
+            ["support", "--shape", "1,64,1,1,32,32", "--operation", "fly"],
+            ["support", "--shape", "1,64,1,1,999,32"],
+            ["verify", DATA / "beta_zero.safetensors", "--device", "tpu"],
+            ["verify", DATA / "beta_zero.safetensors", "--impl", "nobody"],
+            ["verify", "missing.safetensors"],
+            ["verify", self.folder],
+            ["run", DATA / "beta_zero.safetensors", "-o", self.out, "--dtype", "int8"],
+        ):
+            with self.subTest(arguments):
+                result = kda(*arguments)
+                self.check(result, 2)
+                self.assertRegex(result.stderr, r"\Akda: [^\n]+\n\Z")
+                result = kda(*arguments, "--json")
+                self.check(result, 2)
+                (error,) = self.lines(result)
+                self.assertEqual(error["exit_code"], 2)
+        self.assertEqual(self.files(), [])
+
+
+class BadFiles(ProgramTest):
+    def test_are_exit_2_with_one_line_that_says_what_is_wrong(self):
+        count = 0
+        for name, content, part in case_files.bad_files():
+            with self.subTest(name):
+                self.case.write_bytes(content)
+                result = kda("run", self.case, "-o", self.out)
+                self.check(result, 2)
+                self.assertEqual(result.stdout, "")
+                self.assertRegex(result.stderr, r"\Akda: [^\n]+\n\Z")
+                self.assertIn(part, result.stderr)
+                self.assertLess(len(result.stderr), 500)
+                self.assertEqual(self.files(), ["case.safetensors"])
+                count += 1
+        self.assertGreater(count, 90)
+
+    def test_are_an_object_under_json(self):
+        for name, content, part in case_files.bad_files():
+            with self.subTest(name):
+                self.case.write_bytes(content)
+                result = kda("verify", self.case, "--json")
+                self.check(result, 2)
+                (error,) = self.lines(result)
+                self.assertIn(part, error["error"])
+                self.assertEqual(error["kind"], "invalid argument")
+
+    def test_every_truncation_of_a_case(self):
+        self.write_case()
+        content = self.case.read_bytes()
+        for size in range(0, len(content), 29):
+            self.case.write_bytes(content[:size])
+            self.check(kda("run", self.case, "-o", self.out), 2)
+        self.assertEqual(self.files(), ["case.safetensors"])
+
+
+class Run(ProgramTest):
+    def test_writes_every_output_with_its_public_dtype(self):
+        result = kda("run", DATA / "beta_zero.safetensors", "-o", self.out)
+        self.check(result, 0)
+        self.assertIn("forward", result.stdout)
+        self.assertIn("error", result.stdout)
+        header, data = read_header(self.out)
+        metadata = header.pop("__metadata__")
+        self.assertIn("_chunk_fwd", metadata["forward"])
+        self.assertIn("_chunk_bwd", metadata["backward"])
+        self.assertEqual(sorted(header), sorted(OUTPUTS))
+        self.assertEqual(header["o"]["dtype"], "BF16")
+        self.assertEqual(header["dg"]["dtype"], "F32")
+        self.assertEqual(header["final_state"]["dtype"], "F32")
+        self.assertEqual(header["final_state"]["shape"], [1, 2, 64, 64])
+        self.assertEqual(sum(e["data_offsets"][1] - e["data_offsets"][0] for e in header.values()),
+                         len(data))
+
+    def test_dtype_fp64_is_the_exact_result(self):
+        result = kda("run", DATA / "neg_eigval.safetensors", "-o", self.out, "--dtype", "fp64",
+                     "--json")
+        self.check(result, 0)
+        (summary,) = self.lines(result)
+        for name in OUTPUTS:
+            self.assertLess(summary["errors"][name]["max_error"], 1e-12, name)
+        self.assertGreater(summary["peak_bytes"], 1 << 20)
+        header, _ = read_header(self.out)
+        self.assertEqual({header[name]["dtype"] for name in OUTPUTS}, {"F64"})
+
+    def test_values_of_a_case_worked_out_by_hand(self):
+        # Two tokens, no decay, beta 1: u1 = v1, o1 = q1.k1 v1; token 2 overwrites the same key.
+        one = case_files.tensor
+        tensors = {
+            "q": one("F32", [1, 2, 1, 1], [1, 3]),
+            "k": one("F32", [1, 2, 1, 1], [1, 1]),
+            "v": one("F32", [1, 2, 1, 1], [5, 7]),
+            "g": one("F32", [1, 2, 1, 1], [0, 0]),
+            "beta": one("F32", [1, 2, 1], [1, 1]),
+        }
+        self.case.write_bytes(case_files.case(tensors))
+        self.check(kda("run", self.case, "-o", self.out), 0)
+        header, data = read_header(self.out)
+        begin, end = header["o"]["data_offsets"]
+        first, second = struct.unpack("<2f", data[begin:end])
+        self.assertTrue(math.isclose(first, 5, rel_tol=1e-6), first)
+        self.assertTrue(math.isclose(second, 21, rel_tol=1e-6), second)
+
+    def test_bias_gradient_has_the_shape_of_the_bias(self):
+        self.check(kda("run", DATA / "lower_bound_no_alog.safetensors", "-o", self.out), 0)
+        header, _ = read_header(self.out)
+        self.assertEqual(header["ddt_bias"]["shape"], [128])
+        self.assertNotIn("dA_log", header)
+
+    def test_without_do_there_are_no_gradients(self):
+        self.case.write_bytes(case_files.case(case_files.small_tensors()))
+        self.check(kda("run", self.case, "-o", self.out), 0)
+        header, _ = read_header(self.out)
+        self.assertEqual(sorted(header), ["__metadata__", "final_state", "o"])
+
+    def test_no_tokens_give_the_state_back(self):
+        self.case.write_bytes(case_files.case(case_files.with_gradients(
+            case_files.small_tensors(T=0))))
+        self.check(kda("run", self.case, "-o", self.out), 0)
+
+    def test_the_result_is_the_same_with_any_number_of_threads(self):
+        contents = set()
+        for threads in (1, 2, 3):
+            self.check(kda("run", DATA / "neg_eigval.safetensors", "-o", self.out, "--threads",
+                           threads), 0)
+            contents.add(self.out.read_bytes())
+        self.assertEqual(len(contents), 1)
+
+    def test_memory_that_nobody_has_is_a_device_error(self):
+        # No token, so no data, but states of 2^47 bytes.
+        tensors = case_files.small_tensors(T=0, HV=2**20, V=2**24)
+        self.case.write_bytes(case_files.case(tensors))
+        result = kda("run", self.case, "-o", self.out)
+        self.check(result, 4)
+        self.assertRegex(result.stderr, r"\Akda: [^\n]+\n\Z")
+        self.assertEqual(self.files(), ["case.safetensors"])
+
+
+class AtomicOutput(ProgramTest):
+    def fails(self, *arguments, code=2, **how):
+        self.write_case()
+        self.out.write_text("old")
+        before = self.files()
+        self.check(kda("run", self.case, "-o", *arguments, **how), code)
+        self.assertEqual(self.out.read_text(), "old")
+        self.assertEqual(self.files(), before)
+
+    def test_folder_is_missing(self):
+        self.fails(self.folder / "missing" / "out")
+
+    def test_target_is_a_folder(self):
+        (self.folder / "sub").mkdir()
+        self.fails(self.folder / "sub")
+
+    def test_target_is_a_device(self):
+        self.fails("/dev/full")
+        self.assertTrue(pathlib.Path("/dev/full").is_char_device())
+
+    def test_target_is_the_case(self):
+        self.write_case()
+        content = self.case.read_bytes()
+        self.check(kda("run", self.case, "-o", self.case), 2)
+        self.assertEqual(self.case.read_bytes(), content)
+
+    def test_disk_is_full(self):
+        # A limit on the size of files fails the write half-way, as a full disk does.
+        def limit():
+            resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))
+
+        self.fails(self.out, preexec_fn=limit, restore_signals=False)
+
+    def test_folder_is_read_only(self):
+        self.write_case()
+        folder = self.folder / "sub"
+        folder.mkdir()
+        (folder / "out").write_text("old")
+        how = {}
+        if os.geteuid() == 0:  # who may write anywhere
+            how = {"user": 65534, "group": 65534, "cwd": "/"}
+            self.folder.chmod(0o755)
+        folder.chmod(0o555)
+        try:
+            result = kda("run", self.case, "-o", folder / "out", **how)
+        except PermissionError:
+            self.skipTest("the program lies where an ordinary user cannot run it")
+        finally:
+            folder.chmod(0o755)
+        self.check(result, 2)
+        self.assertEqual((folder / "out").read_text(), "old")
+        self.assertEqual(len(list(folder.iterdir())), 1)
+
+    def test_a_failed_run_keeps_the_old_file(self):
+        self.fails(self.out, "--impl", "nobody")
+        self.fails(self.out, "--device", "cuda:4096", code=3)
+
+    def test_a_right_run_replaces_the_old_file_and_keeps_its_mode(self):
+        self.write_case()
+        self.out.write_text("old")
+        self.out.chmod(0o640)
+        self.check(kda("run", self.case, "-o", self.out), 0)
+        read_header(self.out)
+        self.assertEqual(self.out.stat().st_mode & 0o777, 0o640)
+        self.assertEqual(self.files(), ["case.safetensors", "out.safetensors"])
+
+
+class Verify(ProgramTest):
+    def test_stored_cases_are_right(self):
+        files = sorted(DATA.glob("*.safetensors"))
+        result = kda("verify", *files, "--json")
+        self.check(result, 0)
+        *rows, summary = self.lines(result)
+        self.assertEqual(summary, {"cases": len(files), "outputs": len(rows), "failed": 0})
+        for row in rows:
+            self.assertLessEqual(
+                {"case", "output", "device", "impl", "ratio", "block_ratio", "limit", "pass"},
+                set(row))
+            self.assertIs(row["pass"], True)
+
+    def test_the_built_in_suite_is_right(self):
+        result = kda("verify")
+        self.check(result, 0)
+        self.assertIn(" 0 failed", result.stdout)
+
+    def test_a_wrong_value_is_exit_1(self):
+        self.write_case(expected__o=case_files.tensor("F32", [1, 3, 1, 2], [9] * 6))
+        result = kda("verify", self.case, "--json")
+        self.check(result, 1)
+        *rows, summary = self.lines(result)
+        self.assertEqual(summary["failed"], 1)
+        self.assertEqual([row["output"] for row in rows if not row["pass"]], ["o"])
+        result = kda("verify", self.case)
+        self.check(result, 1)
+        self.assertIn("FAIL", result.stdout)
+
+    def test_an_expected_nan_is_never_right(self):
+        self.write_case(expected__o=case_files.tensor("F32", [1, 3, 1, 2], [math.nan] * 6))
+        self.check(kda("verify", self.case), 1)
+        self.check(kda("verify", self.case, "--impl", "reference"), 1)
+
+    def test_a_case_without_expected_values_is_held_to_the_reference(self):
+        self.write_case()
+        result = kda("verify", self.case, "--json")
+        self.check(result, 0)
+        self.assertEqual(self.lines(result)[-1]["outputs"], len(OUTPUTS))
+
+    def test_a_missing_device_is_exit_3(self):
+        result = kda("verify", DATA / "beta_zero.safetensors", "--device", "cuda:4096", "--json")
+        self.check(result, 3)
+        self.assertIn("CUDA", self.lines(result)[-1]["error"])
+
+    def test_output_that_cannot_be_written_is_no_success(self):
+        with open("/dev/full", "w", encoding="utf8") as full:
+            result = subprocess.run([PROGRAM, "verify", DATA / "beta_zero.safetensors"],
+                                    stdout=full, stderr=subprocess.PIPE, check=False, timeout=300)
+        self.assertEqual(result.returncode, 2)
+
+
+class Bench(ProgramTest):
+    def test_rows_have_times_costs_and_shares(self):
+        for suite in ("train", "prefill", "decode", "stages"):
+            with self.subTest(suite):
+                result = kda("bench", "--suite", suite, "--shape", "1,64,1,2,32,32", "--repeat",
+                             "1", "--device", "cpu", "--json")
+                self.check(result, 0)
+                machine, *rows = self.lines(result)
+                self.assertGreater(machine["copy_gb_per_s"], 0)
+                self.assertIn("date", machine)
+                self.assertGreater(len(rows), 0)
+                for row in rows:
+                    self.assertLessEqual(row["p20_ms"], row["median_ms"])
+                    self.assertLessEqual(row["median_ms"], row["p80_ms"])
+                    self.assertGreater(row["median_ms"], 0)
+                    self.assertGreater(row["bytes"], 0)
+                    self.assertGreater(row["copy_share"], 0)
+                    self.assertGreaterEqual(row["flop"], 0)
+
+    def test_bytes_and_flop_of_a_shape_are_those_of_the_formulae(self):
+        result = kda("bench", "--shape", "1,64,1,1,128,128", "--repeat", "1", "--device", "cpu",
+                     "--json")
+        self.check(result, 0)
+        _, forward, backward = self.lines(result)
+        # 1282 bytes a token: bf16 q, k, v, o, g, beta; then the fp32 state, A_log and dt_bias.
+        self.assertEqual(forward["bytes"], 64 * 1282 + 4 * (128 * 128 + 1 + 128))
+        self.assertEqual(forward["flop"], 64 * (6 * 128 * 128 + 10 * 64 * 128))
+        self.assertEqual(backward["flop"],
+                         64 * (16 * 128 * 128 + 24 * 64 * 128 + 4 * 64 * 64))
+
+
+class SupportAndDoctor(ProgramTest):
+    def test_support_lists_everything(self):
+        rows = self.lines(kda("support", "--json"))
+        names = [row["impl"] for row in rows]
+        self.assertEqual(len(names), len(set(names)))
+        self.assertIn("reference_chunk_fwd", names)
+
+    def test_support_says_what_is_chosen(self):
+        result = kda("support", "--shape", "1,100,2,4,64,64", "--gate", "softplus", "--device",
+                     "cpu", "--qk-l2norm", "--beta-sigmoid", "--sequences", "3", "--json")
+        self.check(result, 0)
+        rows = self.lines(result)
+        operations = {row["operation"] for row in rows}
+        self.assertEqual(len(operations), 11)
+        for operation in operations:
+            chosen = [row for row in rows if row["operation"] == operation and row["chosen"]]
+            self.assertEqual(len(chosen), 1, operation)
+            self.assertTrue(chosen[0]["supported"])
+        for row in rows:
+            self.assertEqual(row["supported"], row["reason"] == "")
+
+    def test_doctor_passes_its_self_test(self):
+        result = kda("doctor", "--device", "cpu", "--json")
+        self.check(result, 0)
+        (report,) = self.lines(result)
+        self.assertEqual(report["devices"][0]["self_test"], "passed")
+        self.assertRegex(kda("doctor", "--device", "cpu").stdout, r"(?m)^self-test +passed")
+
+    def test_doctor_of_a_missing_device_is_exit_3(self):
+        self.check(kda("doctor", "--device", "cuda:4096"), 3)
+
+
+if __name__ == "__main__":
+    unittest.main()
