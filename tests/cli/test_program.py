@@ -341,10 +341,13 @@ class Verify(ProgramTest):
         self.assertIn("CUDA", self.lines(result)[-1]["error"])
 
     def test_output_that_cannot_be_written_is_no_success(self):
-        with open("/dev/full", "w", encoding="utf8") as full:
-            result = subprocess.run([PROGRAM, "verify", DATA / "beta_zero.safetensors"],
-                                    stdout=full, stderr=subprocess.PIPE, check=False, timeout=300)
-        self.assertEqual(result.returncode, 2)
+        # Lost at the end, while printing, and object by object.
+        for arguments in ([DATA / "beta_zero.safetensors"], [], ["--json"]):
+            with open("/dev/full", "w", encoding="utf8") as full:
+                result = subprocess.run([PROGRAM, "verify", *arguments], stdout=full, text=True,
+                                        stderr=subprocess.PIPE, check=False, timeout=300)
+            self.assertEqual(result.returncode, 2, result.stderr)
+            self.assertRegex(result.stderr, r"\Akda: [^\n]+\n\Z")
 
 
 class Bench(ProgramTest):
