@@ -94,13 +94,14 @@ Result<Timing> time_runs(const Plan& plan, const Args& args, Placement& placemen
                kEnoughSeconds);
   std::sort(seconds.begin(), seconds.end());
   const auto quantile = [&seconds](double share) {
-    return seconds[static_cast<std::size_t>(share * static_cast<double>(seconds.size() - 1) + 0.5)];
+    return seconds[static_cast<std::size_t>(
+        std::lround(share * static_cast<double>(seconds.size() - 1)))];
   };
   return Timing{quantile(0.5), quantile(0.2), quantile(0.8), static_cast<int>(seconds.size())};
 }
 
-/// A time of a wrong result is worth nothing: outputs must have been written with numbers. Of a huge
-/// one a sample is read.
+/// A time of a wrong result is worth nothing: outputs must have been written with numbers. Of a
+/// huge one a sample is read.
 Status check_finite(const TensorMap& outputs) {
   for (const auto& [id, tensor] : outputs) {
     constexpr int64_t kEnough = int64_t{1} << 23;
