@@ -53,10 +53,10 @@ TEST(Reports, DECODE_01_PrefillAndDecodeAgree) {
     Hand hand{c, family, c.inputs.at(kInitialState), {}};
     hand.go(0, 128, true);
     hand.go(128, 256, true);
-    EXPECT_EQ(
-        other_bits(tokens_of(whole.at(kO), 0, 128, 256), hand.last.at(kO)),
-        family == "cpu" ? "" : other_bits(tokens_of(whole.at(kO), 0, 128, 256), hand.last.at(kO)))
-        << "a replay from a boundary of chunks repeats the tail";
+    if (family == "cpu") {  // whose state is fp32; that of the reference was rounded on the way
+      EXPECT_EQ(other_bits(tokens_of(whole.at(kO), 0, 128, 256), hand.last.at(kO)), "")
+          << "a replay from a boundary of chunks repeats the tail";
+    }
     hand.state = c.inputs.at(kInitialState);
     hand.go(0, 128, true);
     for (int64_t t = 128; t < 256; ++t) hand.go(t, t + 1, false);
