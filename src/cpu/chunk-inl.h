@@ -119,8 +119,7 @@ inline void residual(const Dims& s, int64_t rows, const float* v, const float* b
 }
 
 /// Multiplies each row by its factor.
-inline void scale_rows(float* tile, const float* factor, int64_t ld, int64_t rows,
-                       int64_t width) {
+inline void scale_rows(float* tile, const float* factor, int64_t ld, int64_t rows, int64_t width) {
   const Floats d;
   for (int64_t i = 0; i < rows; ++i) {
     const Vec f = hn::Set(d, factor[i]);
@@ -183,9 +182,7 @@ inline void diagonal_scores(const Dims& s, int64_t first, int64_t last, const fl
   alignas(64) float running[256];
   for (int64_t j = first; j < last; ++j) {
     const float* kj = k + j * s.ldk;
-    for_vectors(s.Kp, [&](int64_t c) HWY_ATTR {
-      hn::Store(hn::Load(d, kj + c), d, running + c);
-    });
+    for_vectors(s.Kp, [&](int64_t c) HWY_ATTR { hn::Store(hn::Load(d, kj + c), d, running + c); });
     aqk[j * s.ldc + j] = scale * dot(q + j * s.ldk, kj, s.Kp);
     for (int64_t i = j + 1; i < last; ++i) {
       const int64_t at = i * s.ldk;
@@ -221,10 +218,9 @@ inline void invert_block(const float (*l)[kBlock], float* out, int64_t ld) {
 
 /// (4.4)-(4.6): aqk [rows, C], zero above the diagonal, and the system I + L as `solver`: its
 /// blocks below the diagonal are those of L, its diagonal blocks are inverted.
-HWY_NOINLINE inline void chunk_scores(const Dims& s, int64_t tokens, const float* q,
-                                      const float* k, const float* decay, const float* beta,
-                                      float scale, const IntraTiles& t, float* aqk,
-                                      float* solver) {
+HWY_NOINLINE inline void chunk_scores(const Dims& s, int64_t tokens, const float* q, const float* k,
+                                      const float* decay, const float* beta, float scale,
+                                      const IntraTiles& t, float* aqk, float* solver) {
   const int64_t rows = padded(tokens);
   zero_tile(aqk, s.ldc, rows, s.C);
   build_columns(s, rows, k, decay, t.a, t.total);

@@ -189,8 +189,7 @@ void gate_backward(const Run& run, const Head& head, const Chunk& chunk, const G
   const Dims& s = run.dims;
   const Floats d;
   float* raw = w.chunk.decay;
-  load_tile(run.tokens(TensorId::kG, chunk, head.hv), chunk.tokens, s.K, raw, s.ldk,
-            chunk.tokens);
+  load_tile(run.tokens(TensorId::kG, chunk, head.hv), chunk.tokens, s.K, raw, s.ldk, chunk.tokens);
   Vec dA = hn::Zero(d);
   for_vectors(s.Kp, [&](int64_t c) HWY_ATTR {
     const Vec bias = hn::Load(d, gate.bias + c);
@@ -313,7 +312,8 @@ Kernel chunk_backward_kernel() {
   return {Operation::kChunkBackward,
           TaskKind::kSequenceHead,
           [](const Problem& problem) { return scratch_floats<BackwardScratch>(problem); },
-          [](const Run& run, const Task& task) { HWY_DYNAMIC_DISPATCH(chunk_backward)(run, task); },
+          [](const Run& run, const Task& task) { HWY_DYNAMIC_DISPATCH(chunk_backward)
+                                                 (run, task); },
           [](const Problem& problem) {
             const Dims s(problem);
             return problem.sequences() * problem.sizes.HV * (s.Kp + 1) *

@@ -130,8 +130,7 @@ Result<std::unique_ptr<Executor>> create(const Problem& problem, const Device& d
   const int wanted = options.threads > 0 ? options.threads : omp_get_max_threads();
   const int64_t tasks = std::max<int64_t>(most_tasks(kernel, problem), 1);
   const auto threads = static_cast<int>(std::min<int64_t>(wanted, tasks));
-  return std::unique_ptr<Executor>(
-      std::make_unique<CpuExecutor>(problem, device, kernel, threads));
+  return std::unique_ptr<Executor>(std::make_unique<CpuExecutor>(problem, device, kernel, threads));
 }
 
 constexpr std::string_view kFeatures =

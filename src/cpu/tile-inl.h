@@ -83,8 +83,8 @@ HWY_INLINE void decode(DType dtype, const std::byte* from, float* to) {
   const auto* source = reinterpret_cast<const uint16_t*>(from);
   for_vectors(kPad, [&](int64_t c) HWY_ATTR {
     const auto bits = hn::PromoteTo(du, hn::LoadU(d16, source + c));
-    const Vec value = dtype == DType::kBF16 ? hn::BitCast(d, hn::ShiftLeft<16>(bits))
-                                            : decode_f16(d, bits);
+    const Vec value =
+        dtype == DType::kBF16 ? hn::BitCast(d, hn::ShiftLeft<16>(bits)) : decode_f16(d, bits);
     hn::Store(value, d, to + c);
   });
 }
@@ -95,7 +95,8 @@ HWY_INLINE void encode(DType dtype, const float* from, std::byte* to) {
   const hn::Rebind<uint16_t, Floats> d16;
   if (dtype == DType::kF32) {
     auto* target = reinterpret_cast<float*>(to);
-    for_vectors(kPad, [&](int64_t c) HWY_ATTR { hn::StoreU(hn::Load(d, from + c), d, target + c); });
+    for_vectors(kPad,
+                [&](int64_t c) HWY_ATTR { hn::StoreU(hn::Load(d, from + c), d, target + c); });
     return;
   }
   auto* target = reinterpret_cast<uint16_t*>(to);
@@ -218,16 +219,16 @@ HWY_NOINLINE inline void transpose(const float* from, int64_t ld_from, int64_t r
 
 /// A state from memory to a [Kp, ldv] tile; V-first states are transposed.
 inline void load_state(const Rows& source, const Dims& s, float* tile) {
-  const bool turn = source && source.row == 1 && source.dtype == DType::kF32 && s.K % 4 == 0 &&
-                    s.V % kPad == 0;
+  const bool turn =
+      source && source.row == 1 && source.dtype == DType::kF32 && s.K % 4 == 0 && s.V % kPad == 0;
   if (!turn) return load_tile(source, s.K, s.V, tile, s.ldv, s.Kp);
   transpose(reinterpret_cast<const float*>(source.data), source.col, s.V, s.K, tile, s.ldv);
   zero_tile(tile + s.K * s.ldv, s.ldv, s.Kp - s.K, s.Vp);
 }
 
 inline void store_state(const float* tile, const Dims& s, const Rows& target) {
-  const bool turn = target && target.row == 1 && target.dtype == DType::kF32 && s.K % 4 == 0 &&
-                    s.V % kPad == 0;
+  const bool turn =
+      target && target.row == 1 && target.dtype == DType::kF32 && s.K % 4 == 0 && s.V % kPad == 0;
   if (!turn) return store_tile(tile, s.ldv, target, s.K, s.V);
   transpose(tile, s.ldv, s.K, s.V, reinterpret_cast<float*>(target.data), target.col);
 }

@@ -1,4 +1,4 @@
-// Placement for the CPU: tensors stay where they are.
+// Placement for the CPU, where tensors stay where they are; and the choice of a placement.
 #include <unistd.h>
 
 #include <algorithm>
@@ -10,6 +10,9 @@
 
 #include "execute.h"
 #include "kda/backend.h"
+#if KDA_HAS_CUDA
+#include "placement_cuda.h"
+#endif
 
 namespace kda::cases {
 namespace {
@@ -98,9 +101,11 @@ Result<std::unique_ptr<Placement>> make_placement(const Device& device, int thre
   if (device.type == DeviceType::kCpu) {
     return std::unique_ptr<Placement>(std::make_unique<HostPlacement>(threads));
   }
-  const std::string reason = cuda_unavailable_reason();
-  return Status(StatusCode::kUnsupported,
-                reason.empty() ? "device memory: this program was built without it" : reason);
+#if KDA_HAS_CUDA
+  return make_cuda_placement(device.index);
+#else
+  return Status(StatusCode::kUnsupported, cuda_unavailable_reason());
+#endif
 }
 
 }  // namespace kda::cases

@@ -13,6 +13,8 @@ inline constexpr int kLinesPerWarp = 32 / kVectorLanes;
 /// Tokens whose q, k, decay and v lie in shared memory together: a draft of eight needs one wait
 /// for memory.
 inline constexpr int kTokenBlock = 8;
+/// Tokens of it that a thread asks memory for before it converts the first.
+inline constexpr int kTokenBatch = 4;
 
 /// Columns of V a block of `recurrent_step` owns: 32 with an fp32 state, 64 with bf16, so that a
 /// block of K = 128 moves 16 KiB of state in, 32 or 64 values a thread.
@@ -23,7 +25,7 @@ inline constexpr int kRecurrentColumns = kVectorLanes* kStateVector<State>;
 
 /// Blocks that share an SM: bounds the registers, and sets how many bytes are in flight.
 template <class State>
-inline constexpr int kRecurrentBlocksPerSm = sizeof(State) == 4 ? 6 : 4;
+inline constexpr int kRecurrentBlocksPerSm = sizeof(State) == 4 ? 5 : 3;
 
 /// The any-shape kernel: a K x columns tile of the state in shared memory.
 inline constexpr int kAnyThreads = 256;

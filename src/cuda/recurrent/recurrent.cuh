@@ -15,6 +15,9 @@
 // two or four rows of V, and shuffles suffice.
 #pragma once
 
+#include <cstring>
+#include <type_traits>
+
 #include "cuda/recurrent/tokens.cuh"
 
 namespace kda::cuda {
@@ -24,23 +27,33 @@ namespace kda::cuda {
 template <class State>
 struct StateVector {
   static constexpr int kSize = kStateVector<State>;
-  uint4 bits;
+  static constexpr bool kPacked = sizeof(State) < sizeof(float);
+  struct Nothing {};
+  [[no_unique_address]] std::conditional_t<kPacked, uint4, Nothing> bits;
   float x[kSize];
 
   // Streaming: a state is read once and written once.
   __device__ __forceinline__ void load(const State* from) {
-    bits = __ldcs(reinterpret_cast<const uint4*>(from));
+    const uint4 loaded = __ldcs(reinterpret_cast<const uint4*>(from));
+    if constexpr (kPacked) {
+      bits = loaded;
+    } else {
+      memcpy(x, &loaded, sizeof x);
+    }
   }
   __device__ __forceinline__ void unpack() {
-    const State* values = reinterpret_cast<const State*>(&bits);
+    if constexpr (kPacked) {
+      const State* values = reinterpret_cast<const State*>(&bits);
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) x[i] = to_real<float>(values[i]);
+      for (int i = 0; i < kSize; ++i) x[i] = to_real<float>(values[i]);
+    }
   }
-  __device__ __forceinline__ void save(State* to) {
-    State* values = reinterpret_cast<State*>(&bits);
+  __device__ __forceinline__ void save(State* to) const {
+    uint4 packed;
+    State* values = reinterpret_cast<State*>(&packed);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) values[i] = from_real<State>(x[i]);
-    __stcs(reinterpret_cast<uint4*>(to), bits);
+    __stcs(reinterpret_cast<uint4*>(to), packed);
   }
 };
 
@@ -122,8 +135,11 @@ struct KFirstState {
         e += sums[w][0][column() + i];
         total += sums[w][1][column() + i];
       }
-      u[i] = block.beta[slot] * (block.v[slot][column() + i] - e);
-      if (threadIdx.x < kVectorLanes) o[column() + i] = total + block.qk[slot] * u[i];
+      u[i] = block.beta[slot] * (block.v[slot][column() + i] - block.rk[slot] * e);
+      if (threadIdx.x < kVectorLanes) {
+        o[column() + i] = block.rq[slot] * total + block.qk[slot] * u[i];
+      }
+      u[i] *= block.rk[slot];
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -202,8 +218,11 @@ struct VFirstState {
         error[r] += __shfl_xor_sync(~0u, error[r], step);
         out[r] += __shfl_xor_sync(~0u, out[r], step);
       }
-      const float u = block.beta[slot] * (block.v[slot][line(r)] - error[r]);
-      if (threadIdx.x % kVectorLanes == 0) o[line(r)] = out[r] + block.qk[slot] * u;
+      float u = block.beta[slot] * (block.v[slot][line(r)] - block.rk[slot] * error[r]);
+      if (threadIdx.x % kVectorLanes == 0) {
+        o[line(r)] = block.rq[slot] * out[r] + block.qk[slot] * u;
+      }
+      u *= block.rk[slot];
 #pragma unroll
       for (int j = 0; j < kParts; ++j) {
 #pragma unroll
@@ -250,23 +269,22 @@ __global__ void __launch_bounds__(kRecurrentThreads, kRecurrentBlocksPerSm<State
                         tile.v0, p.heads.V, [](auto& vector, const State* at) { vector.load(at); });
     }
     const int64_t length = tile.tokens.end - tile.tokens.begin;
+    int count = token_count(length, 0);
+    load_block(block, p, tile, 0, count);
+    state.unpack();
     for (int64_t first = 0; first < length; first += kTokenBlock) {
-      const int count =
-          static_cast<int>(length - first < kTokenBlock ? length - first : kTokenBlock);
-      load_tokens(block, p, tile, first, count);
-      if (first == 0) state.unpack();
-      __syncthreads();
       for (int slot = 0; slot < count; ++slot) {
         state.step(block, slot, slot % 2, exchange, o[slot]);
       }
       __syncthreads();
       save_outputs<kColumns>(p, tile, first, count, o);
+      count = token_count(length, first + kTokenBlock);
+      load_block(block, p, tile, first + kTokenBlock, count);
     }
-    if (length == 0) state.unpack();
     if (p.final_state.data) {
       state.each_vector(p.final_state,
                         tile.slot * p.final_state.stride[0] + tile.hv * p.final_state.stride[1],
-                        tile.v0, p.heads.V, [](auto& vector, State* at) { vector.save(at); });
+                        tile.v0, p.heads.V, [](const auto& vector, State* at) { vector.save(at); });
     }
     __syncthreads();
   }

@@ -42,15 +42,16 @@ __device__ void step(AnyShared<Real>& shared, const RecurrentParams& p, const Re
     error += sums[g][0][column];
     out += sums[g][1][column];
   }
-  const Real u = shared.block.beta[slot] * (shared.block.v[slot][column] - error);
+  const Real rk = shared.block.rk[slot];
+  const Real u = shared.block.beta[slot] * (shared.block.v[slot][column] - rk * error);
   for (int k = group; k < p.heads.K; k += Shared::kGroups) {
-    shared.state[k][column] += shared.block.k[slot][k] * u;
+    shared.state[k][column] += shared.block.k[slot][k] * (rk * u);
   }
   if (group == 0 && tile.v0 + column < p.heads.V) {
     store<Real>(p.o,
                 token_offset(p.o, tile.tokens.batch, tile.tokens.begin + token, tile.hv) +
                     (tile.v0 + column) * p.o.stride[3],
-                out + shared.block.qk[slot] * u);
+                shared.block.rq[slot] * out + shared.block.qk[slot] * u);
   }
 }
 
@@ -80,11 +81,9 @@ __global__ void __launch_bounds__(kAnyThreads)
     }
     const int64_t length = tile.tokens.end - tile.tokens.begin;
     for (int64_t first = 0; first < length; first += kTokenBlock) {
-      const int count =
-          static_cast<int>(length - first < kTokenBlock ? length - first : kTokenBlock);
+      const int count = token_count(length, first);
       __syncthreads();
-      load_tokens(shared.block, p, tile, first, count);
-      __syncthreads();
+      load_block(shared.block, p, tile, first, count);
       for (int slot = 0; slot < count; ++slot) step(shared, p, tile, first + slot, slot);
     }
     if (p.final_state.data && inside) {

@@ -41,6 +41,11 @@ __device__ __forceinline__ RecurrentTile recurrent_tile(const RecurrentParams& p
   return tile;
 }
 
+/// How many tokens of `length` a block of tokens from `first` on holds; 0 from `length` on.
+__device__ __forceinline__ int token_count(int64_t length, int64_t first) {
+  return static_cast<int>(clamp_index(length - first, 0, kTokenBlock));
+}
+
 /// Zeros in o for all tokens of a tile.
 template <class Real>
 __device__ void write_zeros(const RecurrentParams& p, const RecurrentTile& tile, int columns) {
@@ -55,7 +60,7 @@ __device__ void write_zeros(const RecurrentParams& p, const RecurrentTile& tile,
   }
 }
 
-/// Inputs of up to kTokenBlock tokens, activated. q carries the scale.
+/// Inputs of up to kTokenBlock tokens. The norms of q and k are factors of their own.
 template <class Real, int K, int COLUMNS>
 struct TokenBlock {
   alignas(16) Real q[kTokenBlock][K];
@@ -63,7 +68,9 @@ struct TokenBlock {
   alignas(16) Real decay[kTokenBlock][K];
   alignas(16) Real v[kTokenBlock][COLUMNS];
   Real beta[kTokenBlock];
-  Real qk[kTokenBlock];  ///< <q, k>, scaled
+  Real rq[kTokenBlock];  ///< 1 / |q| times the scale
+  Real rk[kTokenBlock];
+  Real qk[kTokenBlock];  ///< <q, k> with both factors
 };
 
 template <class Real>
@@ -72,84 +79,109 @@ __device__ __forceinline__ Real lane_sum(Real x) {
   return x;
 }
 
-/// One warp loads one token. fp64 does not clamp the decay: exp(-inf) = 0.
+/// The channel tid % K of q, k and the decay of every token. kTokenBatch tokens are asked for
+/// before the first is converted. fp64 does not clamp the decay: exp(-inf) = 0.
 template <class Real, int K, int COLUMNS>
-__device__ void load_token(TokenBlock<Real, K, COLUMNS>& block, const RecurrentParams& p,
-                           const RecurrentTile& tile, int64_t first, int slot) {
-  constexpr int kOwn = (K + 31) / 32;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int64_t token = tile.tokens.begin + first + slot;
-  const int64_t batch = tile.tokens.batch;
+__device__ __forceinline__ void load_keys(TokenBlock<Real, K, COLUMNS>& block,
+                                          const RecurrentParams& p, const RecurrentTile& tile,
+                                          int64_t token, int count) {
+  const int c = static_cast<int>(threadIdx.x) % K;
+  const int step = static_cast<int>(blockDim.x) / K;
   const int64_t h = tile.hv / (p.heads.HV / p.heads.H);
-  const int64_t q_base = token_offset(p.q, batch, token, h);
-  const int64_t k_base = token_offset(p.k, batch, token, h);
-  const int64_t g_base = token_offset(p.gate.g, batch, token, tile.hv);
-  Real q[kOwn], k[kOwn], g[kOwn];
-  const auto fetch = [&](Real(&x)[kOwn], const Tensor& t, int64_t base) {
-    with_element(t.dtype, [&]<class T>(Element<T>) {
-      const T* data = static_cast<const T*>(t.data) + base;
+  const int64_t batch = tile.tokens.batch;
+  const int64_t q_base = token_offset(p.q, batch, token, h) + c * p.q.stride[3];
+  const int64_t k_base = token_offset(p.k, batch, token, h) + c * p.k.stride[3];
+  const Tensor& g = p.gate.g;
+  const int64_t g_base = token_offset(g, batch, token, tile.hv) + c * g.stride[3];
+  const bool inside = c < p.heads.K;
+  for (int first = static_cast<int>(threadIdx.x) / K; first < count; first += kTokenBatch * step) {
+    RawElement<Real> q[kTokenBatch], k[kTokenBatch], raw[kTokenBatch];
 #pragma unroll
-      for (int j = 0; j < kOwn; ++j) {
-        const int c = lane + 32 * j;
-        x[j] = c < p.heads.K ? to_real<Real>(data[c * t.stride[3]]) : Real(0);
-      }
-    });
-  };
-  fetch(q, p.q, q_base);
-  fetch(k, p.k, k_base);
-  fetch(g, p.gate.g, g_base);
-  const Real logit = load<Real>(
-      p.beta, batch * p.beta.stride[0] + token * p.beta.stride[1] + tile.hv * p.beta.stride[2]);
-#pragma unroll
-  for (int j = 0; j < (COLUMNS + 31) / 32; ++j) {
-    const int c = lane + 32 * j;
-    if (c >= COLUMNS) continue;
-    block.v[slot][c] = tile.v0 + c < p.heads.V
-                           ? load<Real>(p.v, token_offset(p.v, batch, token, tile.hv) +
-                                                 (tile.v0 + c) * p.v.stride[3])
-                           : Real(0);
-  }
-  Real q_square = 0, k_square = 0, qk = 0;
-#pragma unroll
-  for (int j = 0; j < kOwn; ++j) {
-    q_square += q[j] * q[j];
-    k_square += k[j] * k[j];
-    qk += q[j] * k[j];
-  }
-  Real rq = static_cast<Real>(p.scale);
-  Real rk = 1;
-  if (p.qk_l2norm) {
-    rq /= sqrt(lane_sum(q_square) + Real(1e-6));
-    rk /= sqrt(lane_sum(k_square) + Real(1e-6));
-  }
-  qk = lane_sum(qk);
-#pragma unroll
-  for (int j = 0; j < kOwn; ++j) {
-    const int c = lane + 32 * j;
-    if (c >= K) continue;
-    Real decay = 1;
-    if (c < p.heads.K) {
-      const Real value = gate_value(p.gate, gate_of<Real>(p.gate, tile.hv, c), g[j]);
-      decay = exp(sizeof(Real) == 4 ? clamp_gate(value) : value);
+    for (int j = 0; j < kTokenBatch; ++j) {
+      const int slot = first + j * step;
+      if (!inside || slot >= count) continue;
+      q[j] = load_raw<Real>(p.q, q_base + slot * p.q.stride[1]);
+      k[j] = load_raw<Real>(p.k, k_base + slot * p.k.stride[1]);
+      raw[j] = load_raw<Real>(g, g_base + slot * g.stride[1]);
     }
-    block.q[slot][c] = rq * q[j];
-    block.k[slot][c] = rk * k[j];
-    block.decay[slot][c] = decay;
-  }
-  if (lane == 0) {
-    block.qk[slot] = rq * rk * qk;
-    block.beta[slot] = p.beta_sigmoid ? static_cast<Real>(p.beta_factor) * sigmoid(logit) : logit;
+    const Gate<Real> gate = inside ? gate_of<Real>(p.gate, tile.hv, c) : Gate<Real>{};
+#pragma unroll
+    for (int j = 0; j < kTokenBatch; ++j) {
+      const int slot = first + j * step;
+      if (slot >= count) continue;
+      Real decay = 1;
+      if (inside) {
+        const Real value = gate_value(p.gate, gate, convert<Real>(raw[j], g.dtype));
+        decay = exp(sizeof(Real) == 4 ? clamp_gate(value) : value);
+      }
+      block.q[slot][c] = inside ? convert<Real>(q[j], p.q.dtype) : Real(0);
+      block.k[slot][c] = inside ? convert<Real>(k[j], p.k.dtype) : Real(0);
+      block.decay[slot][c] = decay;
+    }
   }
 }
 
-/// Tokens first.. of a tile, at most kTokenBlock of them.
 template <class Real, int K, int COLUMNS>
-__device__ void load_tokens(TokenBlock<Real, K, COLUMNS>& block, const RecurrentParams& p,
-                            const RecurrentTile& tile, int64_t first, int count) {
+__device__ __forceinline__ void load_values(TokenBlock<Real, K, COLUMNS>& block,
+                                            const RecurrentParams& p, const RecurrentTile& tile,
+                                            int64_t token, int count) {
+  const int64_t batch = tile.tokens.batch;
+  for (int e = static_cast<int>(threadIdx.x); e < count * COLUMNS;
+       e += static_cast<int>(blockDim.x)) {
+    const int slot = e / COLUMNS;
+    const int64_t v = tile.v0 + e % COLUMNS;
+    block.v[slot][e % COLUMNS] =
+        v < p.heads.V
+            ? load<Real>(p.v, token_offset(p.v, batch, token + slot, tile.hv) + v * p.v.stride[3])
+            : Real(0);
+  }
+  const int slot = static_cast<int>(threadIdx.x);
+  if (slot >= count) return;
+  const Real x = load<Real>(p.beta, token_offset(p.beta, batch, token + slot, tile.hv));
+  block.beta[slot] = p.beta_sigmoid ? static_cast<Real>(p.beta_factor) * sigmoid(x) : x;
+}
+
+/// One warp a token.
+template <class Real, int K, int COLUMNS>
+__device__ __forceinline__ void find_norms(TokenBlock<Real, K, COLUMNS>& block,
+                                           const RecurrentParams& p, int count) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
   for (int slot = static_cast<int>(threadIdx.x) / 32; slot < count;
        slot += static_cast<int>(blockDim.x) / 32) {
-    load_token(block, p, tile, first, slot);
+    Real qq = 0, kk = 0, qk = 0;
+#pragma unroll
+    for (int c = lane; c < K; c += 32) {
+      const Real q = block.q[slot][c];
+      const Real k = block.k[slot][c];
+      qq += q * q;
+      kk += k * k;
+      qk += q * k;
+    }
+    Real rq = static_cast<Real>(p.scale);
+    Real rk = 1;
+    if (p.qk_l2norm) {
+      rq /= sqrt(lane_sum(qq) + Real(1e-6));
+      rk /= sqrt(lane_sum(kk) + Real(1e-6));
+    }
+    qk = lane_sum(qk);
+    if (lane != 0) continue;
+    block.rq[slot] = rq;
+    block.rk[slot] = rk;
+    block.qk[slot] = rq * rk * qk;
   }
+}
+
+/// Tokens first.. of a tile, `count` of them, ready for use. Starts with nothing in use and ends
+/// with a barrier.
+template <class Real, int K, int COLUMNS>
+__device__ __forceinline__ void load_block(TokenBlock<Real, K, COLUMNS>& block,
+                                           const RecurrentParams& p, const RecurrentTile& tile,
+                                           int64_t first, int count) {
+  load_keys(block, p, tile, tile.tokens.begin + first, count);
+  load_values(block, p, tile, tile.tokens.begin + first, count);
+  __syncthreads();
+  find_norms(block, p, count);
+  __syncthreads();
 }
 
 }  // namespace kda::cuda

@@ -70,6 +70,38 @@ __device__ __forceinline__ void store(const Tensor& tensor, int64_t offset, Real
   });
 }
 
+/// The bits of an element, to be converted later: between a load and its conversion other loads can
+/// be issued, although the conversions branch on the dtype.
+template <class Real>
+struct RawElement;
+template <>
+struct RawElement<float> {
+  uint32_t bits;  ///< no fp64
+};
+template <>
+struct RawElement<double> {
+  uint64_t bits;
+};
+
+template <class Real>
+__device__ __forceinline__ RawElement<Real> load_raw(const Tensor& t, int64_t offset) {
+  if (t.dtype <= 2) return {static_cast<const uint16_t*>(t.data)[offset]};
+  if (sizeof(Real) == 4 || t.dtype == 3) return {static_cast<const uint32_t*>(t.data)[offset]};
+  return {static_cast<decltype(RawElement<Real>::bits)>(
+      static_cast<const uint64_t*>(t.data)[offset])};
+}
+
+template <class Real>
+__device__ __forceinline__ Real convert(RawElement<Real> raw, int32_t dtype) {
+  if (dtype == 1) return to_real<Real>(__ushort_as_bfloat16(static_cast<uint16_t>(raw.bits)));
+  if (dtype == 2) return to_real<Real>(__ushort_as_half(static_cast<uint16_t>(raw.bits)));
+  const float as_float = __uint_as_float(static_cast<uint32_t>(raw.bits));
+  if constexpr (sizeof(Real) == 8) {
+    if (dtype == 4) return __longlong_as_double(static_cast<int64_t>(raw.bits));
+  }
+  return static_cast<Real>(as_float);
+}
+
 /// Element i of an int32 (value 5 of kda::DType) or int64 tensor.
 __device__ __forceinline__ int64_t load_index(const Tensor& tensor, int64_t i) {
   const int64_t offset = i * tensor.stride[0];
