@@ -316,6 +316,49 @@ TEST(Reports, GRAD_01_GateGradientUnderMixedDecay) {
   }
 }
 
+TEST(Reports, GRAD_04_EveryGradientOfOrdinaryInput) {
+  for (const DType io : {DType::kBF16, DType::kF16}) {
+    for (const int64_t K : {64, 128}) {
+      CaseSpec spec = small_spec(512);
+      spec.sizes.K = spec.sizes.V = K;
+      spec.io = io;
+      spec.gate = Gate::kSoftplus;
+      spec.qk_l2norm = spec.beta_sigmoid = true;
+      expect_right(cases::generate(spec));
+    }
+  }
+}
+
+// Every combination of optional inputs: gradients have the shapes and dtypes of their inputs.
+TEST(Reports, GRAD_07_EveryCombinationOfOptionalInputs) {
+  for (int mask = 0; mask < 32; ++mask) {
+    const auto given = [&](int bit) { return (mask >> bit & 1) != 0; };
+    CaseSpec spec = small_spec(40);
+    spec.sizes.K = 16;
+    spec.sizes.V = 8;
+    spec.gate = Gate::kLowerBound;
+    spec.a_log = given(0);
+    spec.dt_bias = given(1);
+    spec.initial_state = given(2);
+    spec.dfinal_state = given(3);
+    if (given(4)) spec.cu_seqlens = {0, 15, 40};
+    const Case c = cases::generate(spec);
+    expect_right(c, c.name);
+    const std::pair<TensorId, TensorId> kPairs[] = {{kQ, kDq}, {kK, kDk},       {kV, kDv},
+                                                    {kG, kDg}, {kBeta, kDbeta}, {kALog, kDALog}};
+    for (const std::string& family : families_of_cpu()) {
+      const TensorMap results = run_case(c, family);
+      for (const auto& [input, gradient] : kPairs) {
+        EXPECT_EQ(results.count(gradient), c.inputs.count(input));
+        if (c.input(input) == nullptr) continue;
+        EXPECT_EQ(results.at(gradient).shape, c.inputs.at(input).shape);
+        EXPECT_EQ(results.at(gradient).dtype, c.inputs.at(input).dtype);
+      }
+      EXPECT_EQ(results.count(kDdtBias), c.inputs.count(kDtBias));
+    }
+  }
+}
+
 TEST(Reports, GRAD_06_OnlyTheGradientsAskedFor) {
   CaseSpec spec = small_spec(100);
   spec.family = Family::kNoDecay;
