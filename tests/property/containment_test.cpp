@@ -57,8 +57,30 @@ RC_GTEST_PROP(Causal, PrefixOfOIsBitwiseInvariant, ()) {
   }
 }
 
-// Earlier tokens of the gradient side: do and dfinal_state of later tokens reach dq only at their
-// own token.
+// The gradient of a token comes from the outputs at and behind it: NaN in the do of earlier tokens
+// stays away.
+RC_GTEST_PROP(Causal, EarlierDoReachesNoLaterGradient, ()) {
+  const Case c = cases::generate(*any_case({.packed = false}));
+  const int64_t T = c.forward.sizes.T;
+  const int64_t cut = *rc::gen::inRange<int64_t>(0, T + 1);
+  const double value = *rc::gen::element(kNaN, 0.5);
+  Case other = c;
+  HostTensor& gradient = other.inputs.at(TensorId::kDo);
+  const int64_t row = T == 0 ? 0 : gradient.count() / gradient.shape[0] / T;
+  for (int64_t i = 0; i < cut * row; ++i) gradient.set(i, value);
+  for (const std::string& family : families_of_cpu()) {
+    const Problem problem = backward_problem(c);
+    const TensorMap before = run_operation(problem, c.inputs, choosing(family));
+    const TensorMap after = run_operation(problem, other.inputs, choosing(family));
+    for (const TensorId id :
+         {TensorId::kDq, TensorId::kDk, TensorId::kDv, TensorId::kDg, TensorId::kDbeta}) {
+      RC_ASSERT(other_bits(tokens_of(before.at(id), 0, cut, T),
+                           tokens_of(after.at(id), 0, cut, T)) == "");
+    }
+  }
+}
+
+// (2.7): dq of a token sees the do of that token alone.
 RC_GTEST_PROP(Causal, GradientOfOReachesDqOnlyAtItsToken, ()) {
   CaseSpec spec = *any_case({.packed = false});
   const Case c = cases::generate(spec);
