@@ -135,7 +135,6 @@ Result<Measured> measure(const Bench& bench, const Workload& workload, TensorMap
   if (!status.ok()) return status;
   if (workload.state_in_place) {
     args.out(TensorId::kFinalState, args[TensorId::kInitialState]);
-    outputs.erase(TensorId::kFinalState);
   }
   Result<void*> workspace = (*placement)->workspace(plan->workspace_bytes());
   if (!workspace.ok()) return workspace.status();
@@ -144,6 +143,7 @@ Result<Measured> measure(const Bench& bench, const Workload& workload, TensorMap
   Result<Timing> timing = time_runs(*plan, args, **placement, bench.command.repeat);
   if (!timing.ok()) return timing.status();
   if (status = (*placement)->fetch(); !status.ok()) return status;
+  if (workload.state_in_place) outputs.erase(TensorId::kFinalState);  // nobody wrote it
   if (status = check_finite(outputs); !status.ok()) return status;
   for (auto& [id, tensor] : outputs) tensors[id] = std::move(tensor);  // later stages read them
   return Measured{*timing, std::string(plan->implementation()), plan->workspace_bytes()};
