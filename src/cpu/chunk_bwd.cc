@@ -11,7 +11,7 @@
 //     dq2, z, dkc through the scores, then dq, dk, dbeta, dg and the gate
 //   finish, per value head    dA_log and ddt_bias: sums over sequences in order
 //
-// Scratch in floats, at K = V = 128, C = 64: tiles 290 k (1.1 MB a thread), and for each chunk of
+// Scratch in floats, at K = V = 128, C = 64: tiles 280 k (1.1 MB a thread), and for each chunk of
 // the longest possible sequence v' 9 k, aqk and system 10 k, h 18 k (not with a saved fp32 h).
 // With more than one value head a group, dq and dk sums of [T, K] each.
 #undef HWY_TARGET_INCLUDE

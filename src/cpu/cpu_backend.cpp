@@ -33,6 +33,9 @@ int64_t most_tasks(const Kernel& kernel, const Problem& problem) {
   return parts * heads_of(kernel.kind, problem.sizes);
 }
 
+// Beyond any machine, and far enough from where 64-bit byte counts end.
+constexpr double kMostBytes = 0x1p60;
+
 class CpuExecutor final : public Executor {
  public:
   CpuExecutor(const Problem& problem, const Device& device, const Kernel& kernel, int threads)
@@ -44,6 +47,12 @@ class CpuExecutor final : public Executor {
 
   std::size_t workspace_bytes() const override {
     return static_cast<std::size_t>(shared_bytes_ + threads_ * scratch_bytes());
+  }
+
+  /// workspace_bytes() without overflow.
+  double estimated_bytes() const {
+    const double scratch = static_cast<double>(scratch_) * sizeof(float);
+    return static_cast<double>(shared_bytes_) + threads_ * scratch;
   }
 
   Status run(const Args& args, void*) const override {

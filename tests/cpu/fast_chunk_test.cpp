@@ -92,6 +92,15 @@ TEST(FastChunkGates, AnyDecayKeepsItsAccuracy) {
   }
 }
 
+/// A rounding of exp(g) that repeats at every token must not build up.
+TEST(FastChunkGates, LongSlowDecayKeepsItsAccuracy) {
+  const FastCase c{"slow", {1, 4096, 1, 1, 32, 32}};
+  const Problem problem = problem_of(c, Operation::kChunkBackward);
+  Tensors inputs = inputs_of(c, problem, 9);
+  for (double& g : inputs[kG]) g = -1e-4;
+  expect_close(run_reference(problem, inputs), run_fast(problem, inputs));
+}
+
 TEST(FastChunkGates, ClampedTokensHaveNoGateGradient) {
   const FastCase c{"clamped", {1, 80, 1, 1, 16, 16}};
   const Problem problem = problem_of(c, Operation::kChunkBackward);
