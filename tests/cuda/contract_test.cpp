@@ -1,4 +1,5 @@
 // The contract of the library on a GPU: graphs, streams, threads, wrong arguments, wrong values.
+#include <cmath>
 #include <thread>
 #include <vector>
 

@@ -1,4 +1,6 @@
 // Sizes beyond 32 bits and beyond the limits of a grid.
+#include <algorithm>
+
 #include <gtest/gtest.h>
 
 #include "cuda/device_case.h"

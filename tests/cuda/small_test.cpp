@@ -1,4 +1,6 @@
 // Small runs of every kernel, for compute-sanitizer: values are the business of other tests.
+#include <cmath>
+
 #include <gtest/gtest.h>
 
 #include "cuda/device_case.h"

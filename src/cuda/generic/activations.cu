@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kBlock) beta(const BetaParams p) {
 /// One warp a vector of the result.
 template <class Real>
 __global__ void __launch_bounds__(kBlock) group_sum(const GroupSumParams p) {
-  const int64_t G = p.heads.HV / p.heads.H;
+  const int64_t G = p.heads.group;
   const int64_t rows = p.B * p.T * p.heads.H;
   const int64_t used = used_tokens(p.sequences);
   const int64_t step = static_cast<int64_t>(gridDim.x) * kWarps;

@@ -41,7 +41,8 @@ __global__ void __launch_bounds__(kBlock) gate_cumsum(const GateCumsumParams p) 
     const Tensor& g = p.gate.g;
     const int64_t from = token_offset(g, chunk.batch, chunk.begin, hv) + k * g.stride[3];
     const int64_t to = token_offset(p.gamma, chunk.batch, chunk.begin, hv) + k * p.gamma.stride[3];
-    Real sum = 0;
+    // In fp64: 64 roundings of a sum near -40 x 64 would show in dA_log, and one rounding does not.
+    double sum = 0;
     for (int base = 0; base < chunk.rows; base += kBatch) {
       Real raw[kBatch];
       load_batch(raw, g, from, base, chunk.rows);

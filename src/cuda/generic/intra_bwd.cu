@@ -175,7 +175,7 @@ __device__ void channels(const IntraBackwardParams& p, const IntraShared<Real>& 
                          const Rows<Real>& rk, Rows<Real>& dbeta) {
   const int32_t K = p.heads.K;
   const int32_t c = k0 + lane();
-  const int64_t h = hv / (p.heads.HV / p.heads.H);
+  const int64_t h = hv / p.heads.group;
   Rows<Real> q, k, gamma;
   load_rows(q, p.q, chunk, h, c, K);
   load_rows(k, p.k, chunk, h, c, K);
@@ -243,7 +243,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<Real>)
     intra_bwd(const __grid_constant__ IntraBackwardParams p) {
   const IntraShared<Real> shared(shared_memory<Real>());
   const int64_t tiles = p.sequences.chunk_rows * p.heads.HV;
-  const int64_t G = p.heads.HV / p.heads.H;
+  const int64_t G = p.heads.group;
   for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
     const int64_t hv = index % p.heads.HV;
     const Chunk chunk = chunk_of(p.sequences, index / p.heads.HV);

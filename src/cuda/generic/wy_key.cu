@@ -99,7 +99,7 @@ template <class Real>
 __device__ void finish_columns(const WyKeyParams& p, const WyKeyShared<Real>& shared,
                                const Chunk& chunk, int64_t hv, int32_t k0,
                                StateProducts<Real>& products, Real (&dbeta)[4]) {
-  const int64_t h = hv / (p.heads.HV / p.heads.H);
+  const int64_t h = hv / p.heads.group;
   Tile<Real> gamma, x;
   fetch_tokens(gamma, p.gamma, chunk, hv, k0, p.heads.K);
   fetch_tokens(x, p.k, chunk, h, k0, p.heads.K);
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<Real>)
     wy_key(const __grid_constant__ WyKeyParams p) {
   const WyKeyShared<Real> shared(shared_memory<Real>());
   const int64_t tiles = p.sequences.chunk_rows * p.heads.HV;
-  const int64_t G = p.heads.HV / p.heads.H;
+  const int64_t G = p.heads.group;
   for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
     const int64_t hv = index % p.heads.HV;
     const int64_t row = index / p.heads.HV;
