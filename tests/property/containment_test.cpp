@@ -44,7 +44,7 @@ RC_GTEST_PROP(Causal, PrefixOfOIsBitwiseInvariant, ()) {
   const double value = *rc::gen::element(kNaN, 1e4, 0.0, -3.0);
   Case other = c;
   overwrite(other, batch, cut, T, value);
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : families()) {
     Problem problem = forward_problem(c);
     problem.set(TensorId::kFinalState, DType::kNone);
     const HostTensor before = run_operation(problem, c.inputs, choosing(family)).at(TensorId::kO);
@@ -57,8 +57,30 @@ RC_GTEST_PROP(Causal, PrefixOfOIsBitwiseInvariant, ()) {
   }
 }
 
-// Earlier tokens of the gradient side: do and dfinal_state of later tokens reach dq only at their
-// own token.
+// The gradient of a token comes from the outputs at and behind it: NaN in the do of earlier tokens
+// stays away.
+RC_GTEST_PROP(Causal, EarlierDoReachesNoLaterGradient, ()) {
+  const Case c = cases::generate(*any_case({.packed = false}));
+  const int64_t T = c.forward.sizes.T;
+  const int64_t cut = *rc::gen::inRange<int64_t>(0, T + 1);
+  const double value = *rc::gen::element(kNaN, 0.5);
+  Case other = c;
+  HostTensor& gradient = other.inputs.at(TensorId::kDo);
+  const int64_t row = T == 0 ? 0 : gradient.count() / gradient.shape[0] / T;
+  for (int64_t i = 0; i < cut * row; ++i) gradient.set(i, value);
+  for (const std::string& family : families_of_cpu()) {
+    const Problem problem = backward_problem(c);
+    const TensorMap before = run_operation(problem, c.inputs, choosing(family));
+    const TensorMap after = run_operation(problem, other.inputs, choosing(family));
+    for (const TensorId id :
+         {TensorId::kDq, TensorId::kDk, TensorId::kDv, TensorId::kDg, TensorId::kDbeta}) {
+      RC_ASSERT(other_bits(tokens_of(before.at(id), 0, cut, T),
+                           tokens_of(after.at(id), 0, cut, T)) == "");
+    }
+  }
+}
+
+// (2.7): dq of a token sees the do of that token alone.
 RC_GTEST_PROP(Causal, GradientOfOReachesDqOnlyAtItsToken, ()) {
   CaseSpec spec = *any_case({.packed = false});
   const Case c = cases::generate(spec);
@@ -69,7 +91,7 @@ RC_GTEST_PROP(Causal, GradientOfOReachesDqOnlyAtItsToken, ()) {
   HostTensor& gradient = other.inputs.at(TensorId::kDo);
   const int64_t row = gradient.count() / gradient.shape[0] / T;
   for (int64_t i = t * row; i < (t + 1) * row; ++i) gradient.set(i, kNaN);
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : families()) {
     Problem problem = backward_problem(c);
     for (const TensorId id : cases::kCaseOutputs) {
       if (id != TensorId::kDq) problem.set(id, DType::kNone);
@@ -96,7 +118,7 @@ RC_GTEST_PROP(Containment, ASequenceOfNaNReachesNoOther, ()) {
     const auto first = static_cast<int64_t>(dyed) * size;
     for (int64_t i = first; i < first + size; ++i) found->second.set(i, kNaN);
   }
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : families()) {
     const TensorMap before = run_case(c, family);
     const TensorMap after = run_case(other, family);
     for (std::size_t n = 0; n < ranges.size(); ++n) {
@@ -134,7 +156,7 @@ RC_GTEST_PROP(Containment, AValueHeadOfNaNReachesNoOther, ()) {
       if (head_of(id, tensor, i) == dyed) tensor.set(i, kNaN);
     }
   }
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : families()) {
     const TensorMap before = run_case(c, family);
     const TensorMap after = run_case(other, family);
     for (const auto& [id, tensor] : before) {
@@ -160,7 +182,7 @@ RC_GTEST_PROP(Masks, BetaZeroWritesNothing, ()) {
     HostTensor& tensor = other.inputs.at(id);
     for (int64_t i = 0; i < tensor.count(); ++i) tensor.set(i, -tensor.get(i));
   }
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : families()) {
     const TensorMap results = run_case(c, family);
     for (const TensorId id : {TensorId::kDv, TensorId::kDk}) {
       const HostTensor& gradient = results.at(id);
