@@ -137,7 +137,7 @@ Tensor state_of(const Problem& problem, const Args& args, TensorId id) {
 
 Heads heads_of(const Problem& problem) {
   const Sizes& sizes = problem.sizes;
-  return {sizes.H, sizes.HV, sizes.V, static_cast<int32_t>(sizes.K)};
+  return {sizes.H, sizes.HV, sizes.HV / sizes.H, sizes.V, static_cast<int32_t>(sizes.K)};
 }
 
 GateParams gate_of(const Problem& problem, const Args& args) {

@@ -47,6 +47,7 @@ struct GateParams {
 struct Heads {
   int64_t H = 1;
   int64_t HV = 1;
+  int64_t group = 1;  ///< value heads of a key head: HV / H
   int64_t V = 0;
   int32_t K = 0;
 };

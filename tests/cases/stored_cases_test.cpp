@@ -1,4 +1,4 @@
-// Every stored case on every family of CPU implementations, held to the limits of 7.3.
+// Every stored case on every family of implementations, held to the limits of 7.3.
 //
 // Cases: tests/data, and the folders of $KDA_CASES_DIR or of ../shared/cases beside the sources.
 #include <algorithm>
@@ -34,7 +34,7 @@ std::vector<std::string> case_files() {
   return files;
 }
 
-/// The families that run a whole case on the CPU.
+/// The families that run a whole case on the CPU, and "cuda" where there is a device for it.
 std::vector<std::string> families() {
   std::set<std::string> forward;
   std::set<std::string> both;
@@ -48,6 +48,7 @@ std::vector<std::string> families() {
       both.insert(family);
     }
   }
+  if (cuda_unavailable_reason().empty()) both.insert("cuda");
   return {both.begin(), both.end()};
 }
 
@@ -70,7 +71,8 @@ TEST_P(StoredCase, IsRight) {
   ASSERT_TRUE(c.ok()) << c.status().message();
   Options options;
   options.implementation = family;
-  Result<std::vector<CheckedOutput>> checked = check_case(*c, Device{}, options);
+  const Device device{family == "cuda" ? DeviceType::kCuda : DeviceType::kCpu, 0};
+  Result<std::vector<CheckedOutput>> checked = check_case(*c, device, options);
   ASSERT_TRUE(checked.ok()) << checked.status().message();
   EXPECT_EQ(checked->size(), c->expected.size());
   for (const CheckedOutput& row : *checked) {

@@ -85,7 +85,7 @@ RC_GTEST_PROP(Carry, RunsWithACarriedStateAreOneRun, ()) {
   const Case c = cases::generate(one_row(false));
   const int64_t cut = *rc::gen::inRange<int64_t>(0, c.forward.sizes.T + 1);
   const TensorMap expected = cases::reference_outputs(c).value();
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : families()) {
     TensorMap wanted = expected;
     drop_parameter_gradients(wanted);
     // With an fp32 state the limits of fp32, whatever the dtype of the carried state.
@@ -99,7 +99,7 @@ RC_GTEST_PROP(Carry, CutsBetweenChunksChangeNoBit, ()) {
   const Case c = cases::generate(one_row());
   const int64_t chunks = c.forward.sizes.T / c.forward.chunk_size;
   const int64_t cut = *rc::gen::inRange<int64_t>(0, chunks + 1) * c.forward.chunk_size;
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : families()) {
     RC_ASSERT(other_bits(run_in_two(c, cut, family), run_whole(c, family)) == "");
   }
 }
@@ -117,7 +117,7 @@ TensorMap rows_of_sequence(const Case& c, const TensorMap& outputs, std::size_t 
 
 RC_GTEST_PROP(Packed, EachSequenceIsAsIfAlone, ()) {
   const Case c = cases::generate(*any_case());
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : families()) {
     const TensorMap together = run_case(c, family);
     for (std::size_t n = 0; n < cases::sequences_of(c).size(); ++n) {
       TensorMap alone = run_case(sequence_of(c, n), family);
@@ -131,7 +131,7 @@ RC_GTEST_PROP(Packed, RowsBehindTheLastSequenceAreZero, ()) {
   CaseSpec spec = *any_case({.only_packed = true});
   spec.poison_tail = true;
   const Case c = cases::generate(spec);
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : families()) {
     for (const auto& [id, tensor] : run_case(c, family)) {
       if (has_tokens(id)) {
         const HostTensor tail = tokens_of(tensor, 0, spec.cu_seqlens.back(), c.forward.sizes.T);
@@ -151,7 +151,7 @@ RC_GTEST_PROP(Packed, EmptySequencesPassTheirStatesOn, ()) {
     if (tensor == nullptr) return HostTensor(like.dtype, row_of(like, 0).shape);
     return row_of(*tensor, static_cast<int64_t>(n));
   };
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : families()) {
     const TensorMap outputs = run_case(c, family);
     for (std::size_t n = 0; n < ranges.size(); ++n) {
       if (ranges[n].begin != ranges[n].end) continue;
@@ -199,7 +199,7 @@ RC_GTEST_PROP(Packed, OrderOfSequencesDoesNotMatter, ()) {
   std::rotate(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(turn), order.end());
   if (*rc::gen::inRange(0, 2) == 1) std::reverse(order.begin(), order.end());
   const Case other = reordered(c, order);
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : families()) {
     const TensorMap before = run_case(c, family);
     const TensorMap after = run_case(other, family);
     for (std::size_t n = 0; n < count; ++n) {
@@ -223,7 +223,7 @@ RC_GTEST_PROP(Recurrent, AgreesWithChunks, ()) {
   spec.gradients = false;
   const Case c = cases::generate(spec);
   const TensorMap expected = cases::reference_outputs(c).value();
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : families()) {
     const TensorMap results = run_operation(recurrent_problem(c), c.inputs, choosing(family));
     RC_ASSERT(beyond_limits(c, results, expected) == "");
   }
@@ -236,7 +236,7 @@ RC_GTEST_PROP(Recurrent, StepsAreOneRun, ()) {
   spec.initial_state = true;
   spec.sizes.T = std::min<int64_t>(spec.sizes.T, 20);
   const Case c = cases::generate(spec);
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : families()) {
     const DType dtype = state_dtype(family);
     Case exact = c;
     exact.inputs[TensorId::kInitialState] =
@@ -272,7 +272,7 @@ RC_GTEST_PROP(Recurrent, PoolOfStates, ()) {
     const bool skipped = *rc::gen::inRange(0, 3) == 0;
     indices.set(n, skipped ? -1.0 : static_cast<double>((n + shift) % slots));
   }
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : families()) {
     Problem problem = recurrent_problem(c);
     const TensorMap plain = run_operation(problem, c.inputs, choosing(family));
     TensorMap inputs = c.inputs;

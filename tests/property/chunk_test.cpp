@@ -30,7 +30,7 @@ TEST(Families, AreCpuAndReference) {
 RC_GTEST_PROP(Chunk, AgreesWithTheFloat64Recurrence, ()) {
   const Case c = cases::generate(*any_case());
   const TensorMap expected = cases::reference_outputs(c).value();
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : families()) {
     cases::OutputTypes types;
     if (*rc::gen::inRange(0, 2) == 1) types.all = DType::kF32;
     const TensorMap results = run_case(c, any_conditions(family), types);
@@ -41,7 +41,7 @@ RC_GTEST_PROP(Chunk, AgreesWithTheFloat64Recurrence, ()) {
 // Options say how, not what: neither strides nor threads change a bit.
 RC_GTEST_PROP(Chunk, StridesAndThreadsChangeNoBit, ()) {
   const Case c = cases::generate(*any_case());
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : families()) {
     const TensorMap plain = run_case(c, family);
     const TensorMap other = run_case(c, any_conditions(family));
     RC_ASSERT(other_bits(plain, other) == "");
@@ -50,7 +50,7 @@ RC_GTEST_PROP(Chunk, StridesAndThreadsChangeNoBit, ()) {
 
 RC_GTEST_PROP(Chunk, RepeatedRunsChangeNoBit, ()) {
   const Case c = cases::generate(*any_case());
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : families()) {
     Conditions conditions = any_conditions(family);
     conditions.repeat = true;
     run_case(c, conditions);
@@ -62,7 +62,7 @@ RC_GTEST_PROP(Chunk, StateInPlaceGivesTheSameBits, ()) {
   CaseSpec spec = *any_case(wanted);
   spec.initial_state = true;
   const Case c = cases::generate(spec);
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : families()) {
     Conditions in_place = any_conditions(family);
     const Problem problem = forward_problem(c);
     const TensorMap apart = run_operation(problem, c.inputs, in_place);
@@ -94,7 +94,7 @@ RC_GTEST_PROP(Chunk, StateLayoutsAgree, ()) {
   for (auto& [id, tensor] : v_first.inputs) {
     if (has_states(id)) tensor = transposed(tensor);
   }
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : families()) {
     TensorMap results = run_case(v_first, family);
     for (auto& [id, tensor] : results) {
       if (has_states(id)) tensor = transposed(tensor);
@@ -109,7 +109,7 @@ RC_GTEST_PROP(Chunk, EitherIntegerTypeOfCuSeqlens, ()) {
   const Case narrow = cases::generate(spec);
   spec.cu_dtype = DType::kI64;
   const Case wide = cases::generate(spec);
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : families()) {
     RC_ASSERT(other_bits(run_case(narrow, family), run_case(wide, family)) == "");
   }
 }
@@ -129,7 +129,7 @@ RC_GTEST_PROP(Chunk, AnySubsetOfGradientsHasTheSameBits, ()) {
     }
   }
   RC_PRE(any);
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : families()) {
     const Conditions conditions = choosing(family);
     RC_ASSERT(other_bits(run_operation(some, c.inputs, conditions),
                          run_operation(all, c.inputs, conditions)) == "");
@@ -141,7 +141,7 @@ RC_GTEST_PROP(Chunk, AnySubsetOfGradientsHasTheSameBits, ()) {
 RC_GTEST_PROP(Chunk, SavedTensorsGiveTheSameGradients, ()) {
   const Case c = cases::generate(*any_case());
   const TensorMap expected = cases::reference_outputs(c).value();
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : families()) {
     const Conditions conditions = choosing(family);
     Problem forward = forward_problem(c);
     forward.set(TensorId::kH, DType::kF32).set(TensorId::kAqk, DType::kF32);
@@ -164,7 +164,7 @@ RC_GTEST_PROP(Chunk, SavedTensorsGiveTheSameGradients, ()) {
 // Rows of h beyond the chunks that exist, and the scores above the diagonal, are zeros.
 RC_GTEST_PROP(Chunk, SavedTensorsAreZeroWhereNothingIs, ()) {
   const Case c = cases::generate(*any_case());
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : families()) {
     Problem forward = forward_problem(c);
     forward.set(TensorId::kH, DType::kF32).set(TensorId::kAqk, DType::kF32);
     forward.set(TensorId::kA, DType::kF32);
@@ -211,7 +211,7 @@ RC_GTEST_PROP(Chunk, GroupedHeadsAreRepeatedHeads, ()) {
     repeated.inputs[id] = many;
   }
   repeated.forward = forward_problem(repeated);
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : families()) {
     TensorMap one = run_case(grouped, family);
     TensorMap other = run_case(repeated, family);
     for (TensorId id : {TensorId::kDq, TensorId::kDk}) {

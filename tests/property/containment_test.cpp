@@ -44,7 +44,7 @@ RC_GTEST_PROP(Causal, PrefixOfOIsBitwiseInvariant, ()) {
   const double value = *rc::gen::element(kNaN, 1e4, 0.0, -3.0);
   Case other = c;
   overwrite(other, batch, cut, T, value);
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : families()) {
     Problem problem = forward_problem(c);
     problem.set(TensorId::kFinalState, DType::kNone);
     const HostTensor before = run_operation(problem, c.inputs, choosing(family)).at(TensorId::kO);
@@ -91,7 +91,7 @@ RC_GTEST_PROP(Causal, GradientOfOReachesDqOnlyAtItsToken, ()) {
   HostTensor& gradient = other.inputs.at(TensorId::kDo);
   const int64_t row = gradient.count() / gradient.shape[0] / T;
   for (int64_t i = t * row; i < (t + 1) * row; ++i) gradient.set(i, kNaN);
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : families()) {
     Problem problem = backward_problem(c);
     for (const TensorId id : cases::kCaseOutputs) {
       if (id != TensorId::kDq) problem.set(id, DType::kNone);
@@ -118,7 +118,7 @@ RC_GTEST_PROP(Containment, ASequenceOfNaNReachesNoOther, ()) {
     const auto first = static_cast<int64_t>(dyed) * size;
     for (int64_t i = first; i < first + size; ++i) found->second.set(i, kNaN);
   }
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : families()) {
     const TensorMap before = run_case(c, family);
     const TensorMap after = run_case(other, family);
     for (std::size_t n = 0; n < ranges.size(); ++n) {
@@ -156,7 +156,7 @@ RC_GTEST_PROP(Containment, AValueHeadOfNaNReachesNoOther, ()) {
       if (head_of(id, tensor, i) == dyed) tensor.set(i, kNaN);
     }
   }
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : families()) {
     const TensorMap before = run_case(c, family);
     const TensorMap after = run_case(other, family);
     for (const auto& [id, tensor] : before) {
@@ -182,7 +182,7 @@ RC_GTEST_PROP(Masks, BetaZeroWritesNothing, ()) {
     HostTensor& tensor = other.inputs.at(id);
     for (int64_t i = 0; i < tensor.count(); ++i) tensor.set(i, -tensor.get(i));
   }
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : families()) {
     const TensorMap results = run_case(c, family);
     for (const TensorId id : {TensorId::kDv, TensorId::kDk}) {
       const HostTensor& gradient = results.at(id);

@@ -29,8 +29,18 @@ const std::vector<std::string>& families_of_cpu() {
   return names;
 }
 
+const std::vector<std::string>& families() {
+  static const std::vector<std::string> names = [] {
+    std::vector<std::string> found = families_of_cpu();
+    if (cuda_unavailable_reason().empty()) found.emplace_back("cuda");
+    return found;
+  }();
+  return names;
+}
+
 Conditions choosing(const std::string& implementation) {
   Conditions conditions;
+  if (implementation.starts_with("cuda")) conditions.device = {DeviceType::kCuda, 0};
   conditions.options.implementation = implementation;
   return conditions;
 }

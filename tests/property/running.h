@@ -14,7 +14,10 @@ namespace kda::test {
 
 /// The families of implementations for the CPU.
 const std::vector<std::string>& families_of_cpu();
+/// Those that this machine can run: the CPU's, and "cuda" where there is a device for it.
+const std::vector<std::string>& families();
 
+/// The implementation or family, on the device that it is for.
 Conditions choosing(const std::string& implementation);
 
 /// Forward and, with `do`, backward of a case in guarded memory. Throws kda::Error.

@@ -83,7 +83,7 @@ RC_GTEST_PROP(StagesComposed, AreTheForward, ()) {
   TensorMap expected = cases::reference_outputs(c).value();
   std::erase_if(expected,
                 [](const auto& row) { return row.first != kO && row.first != kFinalState; });
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : families()) {
     Stages stages(c, family, stage_dtype(family));
     stages.run(Operation::kGateCumsum, {kGamma})
         .run(Operation::kIntra, {kAqk, kA})
@@ -100,7 +100,7 @@ RC_GTEST_PROP(StagesComposed, AreTheBackward, ()) {
   TensorMap expected = cases::reference_outputs(c).value();
   expected.erase(kO);
   expected.erase(kFinalState);
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : families()) {
     Stages stages(c, family, stage_dtype(family));
     stages.run(Operation::kGateCumsum, {kGamma})
         .run(Operation::kIntra, {kAqk, kA})
@@ -119,7 +119,7 @@ RC_GTEST_PROP(StagesComposed, AreTheBackward, ()) {
 RC_GTEST_PROP(StagesComposed, RawDqIsThePartialOne, ()) {
   Case c = cases::generate(staged_case(false));
   clamp(c);
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : families()) {
     Stages stages(c, family, stage_dtype(family));
     stages.run(Operation::kGateCumsum, {kGamma})
         .run(Operation::kIntra, {kAqk, kA})

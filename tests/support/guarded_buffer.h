@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -33,6 +34,8 @@ class GuardedBuffer {
   ~GuardedBuffer();
 
   std::byte* address() { return memory_.data() + begin_; }
+  /// Everything, guards included.
+  std::span<std::byte> memory() { return memory_; }
 
   void load(const cases::HostTensor& tensor);
   /// Elements become 0xFF bytes.

@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 
 #include "random.h"
+#include "support/device_run.h"
 #include "support/guarded_buffer.h"
 
 namespace kda::test {
@@ -44,16 +45,18 @@ class Run {
 
   Result<GuardedOutcome> outcome() {
     for (const TensorSpec& spec : tensors_of(problem_.operation)) arrange(spec);
-    const Result<Plan> plan = make_plan(problem_, {}, conditions_.options);
+    const Result<Plan> plan = make_plan(problem_, conditions_.device, conditions_.options);
     if (!plan.ok()) return plan.status();
-    GuardedBuffer workspace(plan->workspace_bytes());
+    const bool on_host = conditions_.device.type == DeviceType::kCpu;
+    GuardedBuffer workspace(on_host ? plan->workspace_bytes() : 0);
     args_.workspace = plan->workspace_bytes() == 0 ? nullptr : workspace.address();
     args_.workspace_bytes = plan->workspace_bytes();
     GuardedOutcome result{{}, std::string(plan->implementation())};
     for (int turn = 0; turn < (conditions_.repeat ? 2 : 1); ++turn) {
       if (Status status = prepare(); !status.ok()) return status;
       workspace.poison();
-      if (Status status = plan->run(args_); !status.ok()) return status;
+      Status ran = on_host ? plan->run(args_) : run_mirrored(*plan, turn > 0);
+      if (!ran.ok()) return ran;
       if (Status status = inspect(workspace); !status.ok()) return status;
       TensorMap outputs = collect();
       if (turn == 0) {
@@ -66,6 +69,12 @@ class Run {
   }
 
  private:
+  Status run_mirrored(const Plan& plan, bool captured) {
+    std::vector<std::span<std::byte>> regions;
+    for (auto& [_, buffer] : buffers_) regions.push_back(buffer->memory());
+    return run_on_device(plan, args_, regions, captured);
+  }
+
   static Status broken(TensorId id, const std::string& text) {
     return {StatusCode::kInternal, fmt::format("{}: {}", name_of(id), text)};
   }

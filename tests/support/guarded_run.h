@@ -19,6 +19,8 @@ enum class Arrangement {
 
 struct Conditions {
   Options options;
+  /// On a CUDA device, the second run is the replay of a captured graph.
+  Device device;
   Arrangement arrangement = Arrangement::kContiguous;
   uint64_t seed = 1;            ///< of gaps, offsets and orders
   bool state_in_place = false;  ///< final_state is the memory of initial_state

@@ -1,4 +1,4 @@
-// Placement for the CPU, where tensors stay where they are; and the choice of a placement.
+// Placement for the CPU: tensors stay where they are. That for CUDA is in placement_cuda.cpp.
 #include <unistd.h>
 
 #include <algorithm>
@@ -101,10 +101,13 @@ Result<std::unique_ptr<Placement>> make_placement(const Device& device, int thre
   if (device.type == DeviceType::kCpu) {
     return std::unique_ptr<Placement>(std::make_unique<HostPlacement>(threads));
   }
+  if (std::string reason = cuda_unavailable_reason(); !reason.empty()) {
+    return Status(StatusCode::kUnsupported, reason);
+  }
 #if KDA_HAS_CUDA
   return make_cuda_placement(device.index);
 #else
-  return Status(StatusCode::kUnsupported, cuda_unavailable_reason());
+  return Status(StatusCode::kUnsupported, "device memory: this program was built without it");
 #endif
 }
 

@@ -1,43 +1,42 @@
 #include "placement_cuda.h"
 
-#include <cuda_runtime_api.h>
-
 #include <algorithm>
 #include <utility>
 #include <vector>
 
+#include <cuda_runtime_api.h>
 #include <fmt/format.h>
 
 namespace kda::cases {
 namespace {
 
-constexpr std::size_t kColdBytes = std::size_t{256} << 20;  // five times the 50 MB of a Hopper L2
+// Several times the largest L2 (60 MB on H200, 126 MB on B200).
+constexpr std::size_t kColdBytes = std::size_t{512} << 20;
 constexpr std::size_t kCopyBytes = std::size_t{1} << 30;
+constexpr int kCopies = 10;
+constexpr int kNaN = 0xFF;
 
-Status status_of(cudaError_t error, const char* what) {
+Status checked(const char* what, cudaError_t error) {
   if (error == cudaSuccess) return {};
-  cudaGetLastError();  // clears what can be cleared
-  const StatusCode code =
-      error == cudaErrorMemoryAllocation ? StatusCode::kOutOfMemory : StatusCode::kDeviceError;
-  return {code, fmt::format("CUDA: {} failed: {}", what, cudaGetErrorString(error))};
+  cudaGetLastError();
+  return {error == cudaErrorMemoryAllocation ? StatusCode::kOutOfMemory : StatusCode::kDeviceError,
+          fmt::format("{}: {}", what, cudaGetErrorString(error))};
 }
 
 /// Device memory that frees itself.
-class Buffer {
+class DeviceMemory {
  public:
-  Buffer() = default;
-  Buffer(Buffer&& other) noexcept : address_(std::exchange(other.address_, nullptr)) {}
-  Buffer& operator=(Buffer&& other) noexcept {
+  DeviceMemory() = default;
+  DeviceMemory(DeviceMemory&& other) noexcept : address_(std::exchange(other.address_, nullptr)) {}
+  DeviceMemory& operator=(DeviceMemory&& other) noexcept {
     std::swap(address_, other.address_);
     return *this;
   }
-  ~Buffer() { cudaFree(address_); }
+  ~DeviceMemory() { cudaFree(address_); }
 
-  static Result<Buffer> allocate(std::size_t bytes) {
-    Buffer buffer;
-    Status status = status_of(cudaMalloc(&buffer.address_, bytes), "allocation");
-    if (!status.ok()) return status;
-    return buffer;
+  Status allocate(std::size_t bytes) {
+    return checked(fmt::format("allocation of {} bytes", bytes).c_str(),
+                   cudaMalloc(&address_, std::max<std::size_t>(bytes, 1)));
   }
   void* address() const { return address_; }
 
@@ -45,130 +44,122 @@ class Buffer {
   void* address_ = nullptr;
 };
 
-/// Time on the device between two points of the default stream.
-class Stopwatch {
- public:
-  Stopwatch() {
-    cudaEventCreate(&start_);
-    cudaEventCreate(&stop_);
-  }
-  Stopwatch(const Stopwatch&) = delete;
-  Stopwatch& operator=(const Stopwatch&) = delete;
-  ~Stopwatch() {
-    cudaEventDestroy(start_);
-    cudaEventDestroy(stop_);
-  }
-
-  void start() { cudaEventRecord(start_, nullptr); }
-  /// Waits for everything since start.
-  Result<double> stop() {
-    cudaEventRecord(stop_, nullptr);
-    float milliseconds = 0;
-    Status status = status_of(cudaEventSynchronize(stop_), "a run");
-    if (status.ok()) {
-      status = status_of(cudaEventElapsedTime(&milliseconds, start_, stop_), "timing");
-    }
-    if (!status.ok()) return status;
-    return static_cast<double>(milliseconds) * 1e-3;
-  }
-
- private:
-  cudaEvent_t start_ = nullptr;
-  cudaEvent_t stop_ = nullptr;
-};
-
 class CudaPlacement final : public Placement {
  public:
+  static Result<std::unique_ptr<Placement>> make(int index) {
+    auto placement = std::make_unique<CudaPlacement>();
+    if (Status s = checked("device", cudaSetDevice(index)); !s.ok()) return s;
+    if (Status s = checked("stream", cudaStreamCreate(&placement->stream_)); !s.ok()) return s;
+    for (cudaEvent_t* event : {&placement->start_, &placement->stop_}) {
+      if (Status s = checked("event", cudaEventCreate(event)); !s.ok()) return s;
+    }
+    return std::unique_ptr<Placement>(std::move(placement));
+  }
+
+  ~CudaPlacement() override {
+    if (start_ != nullptr) cudaEventDestroy(start_);
+    if (stop_ != nullptr) cudaEventDestroy(stop_);
+    if (stream_ != nullptr) cudaStreamDestroy(stream_);
+  }
+
   Result<void*> input(const HostTensor& tensor) override { return upload(tensor); }
 
   Result<void*> output(HostTensor& tensor) override {
     Result<void*> address = upload(tensor);
-    if (address.ok()) outputs_.emplace_back(&tensor, *address);
+    if (address.ok()) outputs_.push_back({&tensor, *address});
     return address;
   }
 
   Result<void*> workspace(std::size_t bytes) override {
     if (bytes == 0) return static_cast<void*>(nullptr);
-    return keep(bytes);
+    DeviceMemory memory;
+    if (Status s = memory.allocate(bytes); !s.ok()) return s;
+    if (Status s = checked("workspace", cudaMemset(memory.address(), kNaN, bytes)); !s.ok()) {
+      return s;
+    }
+    workspace_ = std::move(memory);
+    return workspace_.address();
   }
 
   Result<double> measure(const Plan& plan, const Args& args) override {
-    Stopwatch watch;
-    watch.start();
-    if (Status status = plan.run(args); !status.ok()) return status;
-    return watch.stop();
+    if (Status s = checked("event", cudaEventRecord(start_, stream_)); !s.ok()) return s;
+    if (Status s = plan.run(args, stream_); !s.ok()) return s;
+    if (Status s = checked("event", cudaEventRecord(stop_, stream_)); !s.ok()) return s;
+    return elapsed();
   }
 
   Status fetch() override {
     for (const auto& [tensor, address] : outputs_) {
-      const cudaError_t error =
-          cudaMemcpy(tensor->bytes.data(), address, tensor->bytes.size(), cudaMemcpyDeviceToHost);
-      if (Status status = status_of(error, "copying an output"); !status.ok()) return status;
+      Status s = checked(
+          "copy to the host",
+          cudaMemcpy(tensor->bytes.data(), address, tensor->bytes.size(), cudaMemcpyDeviceToHost));
+      if (!s.ok()) return s;
     }
     return {};
   }
 
   Status flush_cache() override {
     if (cold_.address() == nullptr) {
-      Result<Buffer> buffer = Buffer::allocate(kColdBytes);
-      if (!buffer.ok()) return buffer.status();
-      cold_ = std::move(*buffer);
+      if (Status s = cold_.allocate(kColdBytes); !s.ok()) return s;
     }
-    return status_of(cudaMemset(cold_.address(), ++pattern_, kColdBytes), "flushing the cache");
+    return checked("cache flush",
+                   cudaMemsetAsync(cold_.address(), ++pattern_, kColdBytes, stream_));
   }
 
   Result<double> copy_bandwidth() override {
-    constexpr int kRepeats = 10;
-    Result<Buffer> from = Buffer::allocate(kCopyBytes);
-    Result<Buffer> to = Buffer::allocate(kCopyBytes);
-    for (const Status& status : {from.status(), to.status()}) {
-      if (!status.ok()) return status;
+    DeviceMemory from;
+    DeviceMemory to;
+    for (DeviceMemory* memory : {&from, &to}) {
+      if (Status s = memory->allocate(kCopyBytes); !s.ok()) return s;
     }
-    double best = 0;
-    for (int i = 0; i < kRepeats; ++i) {
-      Stopwatch watch;
-      watch.start();
-      cudaMemcpyAsync(to->address(), from->address(), kCopyBytes, cudaMemcpyDeviceToDevice,
-                      nullptr);
-      Result<double> seconds = watch.stop();
-      if (!seconds.ok()) return seconds;
-      best = std::max(best, 2.0 * static_cast<double>(kCopyBytes) / *seconds);
+    std::vector<double> seconds;
+    for (int i = 0; i < kCopies; ++i) {
+      cudaEventRecord(start_, stream_);
+      cudaMemcpyAsync(to.address(), from.address(), kCopyBytes, cudaMemcpyDeviceToDevice, stream_);
+      cudaEventRecord(stop_, stream_);
+      Result<double> time = elapsed();
+      if (!time.ok()) return time.status();
+      seconds.push_back(*time);
     }
-    return best;
+    std::sort(seconds.begin(), seconds.end());
+    return 2.0 * static_cast<double>(kCopyBytes) / seconds[kCopies / 2];
   }
 
  private:
-  Result<void*> keep(std::size_t bytes) {
-    Result<Buffer> buffer = Buffer::allocate(bytes);
-    if (!buffer.ok()) return buffer.status();
-    buffers_.push_back(std::move(*buffer));
-    return buffers_.back().address();
-  }
-
   Result<void*> upload(const HostTensor& tensor) {
-    if (tensor.bytes.empty()) return static_cast<void*>(nullptr);
-    Result<void*> address = keep(tensor.bytes.size());
-    if (!address.ok()) return address;
-    const cudaError_t error =
-        cudaMemcpy(*address, tensor.bytes.data(), tensor.bytes.size(), cudaMemcpyHostToDevice);
-    if (Status status = status_of(error, "copying an input"); !status.ok()) return status;
-    return address;
+    DeviceMemory memory;
+    if (Status s = memory.allocate(tensor.bytes.size()); !s.ok()) return s;
+    Status s =
+        checked("copy to the device", cudaMemcpy(memory.address(), tensor.bytes.data(),
+                                                 tensor.bytes.size(), cudaMemcpyHostToDevice));
+    if (!s.ok()) return s;
+    memory_.push_back(std::move(memory));
+    return memory_.back().address();
   }
 
-  std::vector<Buffer> buffers_;
+  Result<double> elapsed() {
+    if (Status s = checked("run", cudaEventSynchronize(stop_)); !s.ok()) return s;
+    float milliseconds = 0;
+    if (Status s = checked("event", cudaEventElapsedTime(&milliseconds, start_, stop_)); !s.ok()) {
+      return s;
+    }
+    return static_cast<double>(milliseconds) * 1e-3;
+  }
+
+  cudaStream_t stream_ = nullptr;
+  cudaEvent_t start_ = nullptr;
+  cudaEvent_t stop_ = nullptr;
+  std::vector<DeviceMemory> memory_;
   std::vector<std::pair<HostTensor*, void*>> outputs_;
-  Buffer cold_;
+  DeviceMemory workspace_;
+  DeviceMemory cold_;
   int pattern_ = 0;
 };
 
 }  // namespace
 
 Result<std::unique_ptr<Placement>> make_cuda_placement(int index) {
-  // One device a process: the program runs everything on the device that it was told.
-  if (Status status = status_of(cudaSetDevice(index), "choosing the device"); !status.ok()) {
-    return status;
-  }
-  return std::unique_ptr<Placement>(std::make_unique<CudaPlacement>());
+  return CudaPlacement::make(index);
 }
 
 }  // namespace kda::cases

@@ -1,4 +1,4 @@
-// Placement for a CUDA device.
+// Placement on a CUDA device.
 #pragma once
 
 #include <memory>

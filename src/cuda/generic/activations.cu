@@ -28,14 +28,31 @@ __device__ Row row_of(int64_t index, int64_t T, int64_t heads) {
   return {index / heads / T, index / heads % T, index % heads};
 }
 
+/// A lane's channels lane, lane + 32, ... of a vector; 0 from K on.
+template <class Real>
+using Lanes = Real[kMaxK / 32];
+
+template <class Real>
+__device__ __forceinline__ void load_lanes(Lanes<Real>& x, const Tensor& t, int64_t base,
+                                           int32_t K) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  with_element(t.dtype, [&]<class T>(Element<T>) {
+    const T* data = static_cast<const T*>(t.data) + base;
+#pragma unroll
+    for (int j = 0; j < kMaxK / 32; ++j) {
+      const int k = lane + 32 * j;
+      x[j] = k < K ? to_real<Real>(data[k * t.stride[3]]) : Real(0);
+    }
+  });
+}
+
 template <class Real>
 __device__ void norm_row(const Tensor& x, const Tensor& r, const Row& row, int32_t K) {
-  const int64_t base = token_offset(x, row.batch, row.token, row.head);
+  Lanes<Real> value;
+  load_lanes(value, x, token_offset(x, row.batch, row.token, row.head), K);
   Real sum = 0;
-  for (int k = static_cast<int>(threadIdx.x) % 32; k < K; k += 32) {
-    const Real value = load<Real>(x, base + k * x.stride[3]);
-    sum += value * value;
-  }
+#pragma unroll
+  for (int j = 0; j < kMaxK / 32; ++j) sum += value[j] * value[j];
   sum = warp_sum(sum);
   if (threadIdx.x % 32 == 0) {
     store<Real>(r, token_offset(r, row.batch, row.token, row.head),
@@ -79,45 +96,45 @@ __global__ void __launch_bounds__(kBlock) beta(const BetaParams p) {
 /// One warp a vector of the result.
 template <class Real>
 __global__ void __launch_bounds__(kBlock) group_sum(const GroupSumParams p) {
-  const int64_t G = p.heads.HV / p.heads.H;
+  const int64_t G = p.heads.group;
   const int64_t rows = p.B * p.T * p.heads.H;
   const int64_t used = used_tokens(p.sequences);
   const int64_t step = static_cast<int64_t>(gridDim.x) * kWarps;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   for (int64_t i = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32; i < rows; i += step) {
     const Row row = row_of(i, p.T, p.heads.H);
-    Real dy[kMaxK / 32];
-    Real y[kMaxK / 32];
+    Lanes<Real> dy = {};
+    Lanes<Real> y = {};
     const bool is_used = row.token < used;
     const bool normalised = p.r.data != nullptr;
-    const Real r = normalised && is_used
-                       ? load<Real>(p.r, token_offset(p.r, row.batch, row.token, row.head))
-                       : Real(1);
+    Real r = 1;
     Real dot = 0;
+    for (int64_t g = 0; is_used && g < G; ++g) {
+      Lanes<Real> part;
+      load_lanes(part, p.source, token_offset(p.source, row.batch, row.token, row.head * G + g),
+                 p.heads.K);
 #pragma unroll
-    for (int j = 0; j < kMaxK / 32; ++j) {
-      const int k = lane + 32 * j;
-      dy[j] = 0;
-      y[j] = 0;
-      if (k >= p.heads.K || !is_used) continue;
-      for (int64_t g = 0; g < G; ++g) {
-        dy[j] +=
-            load<Real>(p.source, token_offset(p.source, row.batch, row.token, row.head * G + g) +
-                                     k * p.source.stride[3]);
+      for (int j = 0; j < kMaxK / 32; ++j) dy[j] += part[j];
+    }
+    if (normalised && is_used) {
+      r = load<Real>(p.r, token_offset(p.r, row.batch, row.token, row.head));
+      load_lanes(y, p.x, token_offset(p.x, row.batch, row.token, row.head), p.heads.K);
+#pragma unroll
+      for (int j = 0; j < kMaxK / 32; ++j) {
+        y[j] *= r;
+        dot += y[j] * dy[j];
       }
-      if (!normalised) continue;
-      y[j] = r *
-             load<Real>(p.x, token_offset(p.x, row.batch, row.token, row.head) + k * p.x.stride[3]);
-      dot += y[j] * dy[j];
     }
     if (normalised) dot = warp_sum(dot);
     const int64_t base = token_offset(p.target, row.batch, row.token, row.head);
+    with_element(p.target.dtype, [&]<class T>(Element<T>) {
+      T* target = static_cast<T*>(p.target.data) + base;
 #pragma unroll
-    for (int j = 0; j < kMaxK / 32; ++j) {
-      const int k = lane + 32 * j;
-      if (k < p.heads.K)
-        store<Real>(p.target, base + k * p.target.stride[3], r * (dy[j] - y[j] * dot));
-    }
+      for (int j = 0; j < kMaxK / 32; ++j) {
+        const int k = lane + 32 * j;
+        if (k < p.heads.K) target[k * p.target.stride[3]] = from_real<T>(r * (dy[j] - y[j] * dot));
+      }
+    });
   }
 }
 

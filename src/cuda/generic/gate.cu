@@ -14,6 +14,20 @@ constexpr int kGroups = kBlock / kColumns;
 // Rows whose loads are in flight together.
 constexpr int kBatch = 8;
 
+/// Rows base.. of one channel, the last valid row again beyond it.
+template <class Real>
+__device__ __forceinline__ void load_batch(Real (&x)[kBatch], const Tensor& t, int64_t offset,
+                                           int base, int rows) {
+  with_element(t.dtype, [&]<class T>(Element<T>) {
+    const T* data = static_cast<const T*>(t.data) + offset;
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int i = base + j < rows ? base + j : rows - 1;
+      x[j] = to_real<Real>(data[i * t.stride[1]]);
+    }
+  });
+}
+
 template <class Real>
 __global__ void __launch_bounds__(kBlock) gate_cumsum(const GateCumsumParams p) {
   const int64_t tiles = p.sequences.chunk_rows * p.heads.HV;
@@ -27,16 +41,11 @@ __global__ void __launch_bounds__(kBlock) gate_cumsum(const GateCumsumParams p) 
     const Tensor& g = p.gate.g;
     const int64_t from = token_offset(g, chunk.batch, chunk.begin, hv) + k * g.stride[3];
     const int64_t to = token_offset(p.gamma, chunk.batch, chunk.begin, hv) + k * p.gamma.stride[3];
-    Real sum = 0;
+    // In fp64: 64 roundings of a sum near -40 x 64 would show in dA_log, and one rounding does not.
+    double sum = 0;
     for (int base = 0; base < chunk.rows; base += kBatch) {
       Real raw[kBatch];
-      with_element(g.dtype, [&]<class T>(Element<T>) {
-#pragma unroll
-        for (int j = 0; j < kBatch; ++j) {
-          const int i = base + j < chunk.rows ? base + j : chunk.rows - 1;
-          raw[j] = to_real<Real>(static_cast<const T*>(g.data)[from + i * g.stride[1]]);
-        }
-      });
+      load_batch(raw, g, from, base, chunk.rows);
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
         if (base + j >= chunk.rows) break;
@@ -75,7 +84,7 @@ __device__ Real block_sum(Real x, Real* shared) {
   if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
   __syncthreads();
   Real sum = 0;
-  for (int w = 0; w < kBlock / 32; ++w) sum += shared[w];
+  for (int w = 0; w < static_cast<int>(blockDim.x) / 32; ++w) sum += shared[w];
   __syncthreads();
   return sum;
 }
@@ -97,13 +106,19 @@ __global__ void __launch_bounds__(kBlock) gate_bwd(const GateBackwardParams p) {
       const int64_t decay_base =
           token_offset(p.dg_decay, chunk.batch, chunk.begin, hv) + k * p.dg_decay.stride[3];
       const int64_t dg_base = token_offset(p.dg, chunk.batch, chunk.begin, hv) + k * p.dg.stride[3];
-      for (int i = 0; i < chunk.rows; ++i) {
-        const Real raw = load<Real>(g, raw_base + i * g.stride[1]);
-        const Real dg = load<Real>(p.dg_decay, decay_base + i * p.dg_decay.stride[1]);
-        const GateGradient<Real> gradient = gate_gradient(p.gate, gate, raw, dg);
-        if (p.dg.data) store<Real>(p.dg, dg_base + i * p.dg.stride[1], gradient.dz);
-        bias_sum += gradient.dz;
-        slope_sum += gradient.dA_log;
+      for (int base = 0; base < chunk.rows; base += kBatch) {
+        Real raw[kBatch];
+        Real dg[kBatch];
+        load_batch(raw, g, raw_base, base, chunk.rows);
+        load_batch(dg, p.dg_decay, decay_base, base, chunk.rows);
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) {
+          if (base + j >= chunk.rows) break;
+          const GateGradient<Real> gradient = gate_gradient(p.gate, gate, raw[j], dg[j]);
+          if (p.dg.data) store<Real>(p.dg, dg_base + (base + j) * p.dg.stride[1], gradient.dz);
+          bias_sum += gradient.dz;
+          slope_sum += gradient.dA_log;
+        }
       }
     }
     if (!p.partial.data) continue;
@@ -147,16 +162,17 @@ __global__ void __launch_bounds__(kBlock) gate_reduce(const GateReduceParams p) 
   }
 }
 
+int32_t channel_threads(int32_t K) { return (K + 31) / 32 * 32; }
+
 }  // namespace
 
 Status launch_gate_cumsum(const GateCumsumParams& p, bool fp64, cudaStream_t stream) {
-  const int32_t threads = (p.heads.K + 31) / 32 * 32;
-  return launch({"gate_cumsum", p.sequences.chunk_rows * p.heads.HV, threads},
+  return launch({"gate_cumsum", p.sequences.chunk_rows * p.heads.HV, channel_threads(p.heads.K)},
                 fp64 ? gate_cumsum<double> : gate_cumsum<float>, p, stream);
 }
 
 Status launch_gate_bwd(const GateBackwardParams& p, bool fp64, cudaStream_t stream) {
-  return launch({"gate_bwd", p.sequences.chunk_rows * p.heads.HV, kBlock},
+  return launch({"gate_bwd", p.sequences.chunk_rows * p.heads.HV, channel_threads(p.heads.K)},
                 fp64 ? gate_bwd<double> : gate_bwd<float>, p, stream);
 }
 

@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<Real>)
   Real* const rk = rq + kTileRows;
   Real* const beta = rk + kTileRows;
   const int64_t tiles = p.sequences.chunk_rows * p.heads.HV;
-  const int64_t G = p.heads.HV / p.heads.H;
+  const int64_t G = p.heads.group;
   const TriangleTile tile = triangle_tile(p.sequences.C);
   for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
     const int64_t hv = index % p.heads.HV;

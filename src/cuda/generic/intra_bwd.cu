@@ -50,15 +50,17 @@ struct IntraShared {
 template <class Real>
 using Rows = Real[kOwn];
 
+/// Rows beyond the chunk are 0, or with `repeat_last` like its last one.
 template <class Real>
 __device__ void load_rows(Rows<Real>& x, const Tensor& t, const Chunk& chunk, int64_t head,
-                          int32_t k, int32_t K) {
+                          int32_t k, int32_t K, bool repeat_last = false) {
   const int64_t base = token_offset(t, chunk.batch, chunk.begin, head) + k * t.stride[3];
   with_element(t.dtype, [&]<class T>(Element<T>) {
     const T* data = static_cast<const T*>(t.data) + base;
 #pragma unroll
     for (int r = 0; r < kOwn; ++r) {
-      const int i = own_row(r);
+      int i = own_row(r);
+      if (repeat_last && i >= chunk.rows) i = chunk.rows - 1;
       x[r] = t.data && k < K && i < chunk.rows ? to_real<Real>(data[i * t.stride[1]]) : Real(0);
     }
   });
@@ -85,41 +87,53 @@ __device__ void put_rows(const Rows<Real>& x, Real* shared) {
   for (int r = 0; r < kOwn; ++r) shared[own_row(r) * kStride + lane()] = x[r];
 }
 
-/// Row roles (5.19), (5.20): sums over j < i of dP k E and dL k E.
+/// Row roles (5.19), (5.20): sums over j < i of dP k E and dL k E. Row r of a thread lies in block
+/// r of 8 rows, so that only the block of j itself needs a comparison.
 template <class Real>
-__device__ void add_row_roles(Rows<Real>& dq, Rows<Real>& z, const Rows<Real>& gamma,
-                              const IntraShared<Real>& shared, int32_t rows) {
-  for (int j = 0; j < rows - 1; ++j) {
-    const Real k = shared.k[j * kStride + lane()];
-    const Real gj = shared.gamma[j * kStride + lane()];
+__device__ __forceinline__ void add_row_roles(Rows<Real>& dq, Rows<Real>& z,
+                                              const Rows<Real>& gamma,
+                                              const IntraShared<Real>& shared, int32_t rows) {
 #pragma unroll
-    for (int r = 0; r < kOwn; ++r) {
-      const int i = own_row(r);
-      if (i <= j || i >= rows) continue;
-      const Real t = k * exp2_of(gamma[r] - gj);
-      Real dP, dL;
-      shared.pair(i, j, dP, dL);
-      dq[r] += dP * t;
-      z[r] += dL * t;
+  for (int block = 0; block < kOwn; ++block) {
+    if (block * kWarps >= rows) break;
+#pragma unroll 2
+    for (int j = block * kWarps; j < (block + 1) * kWarps; ++j) {
+      const Real k = shared.k[j * kStride + lane()];
+      const Real gj = shared.gamma[j * kStride + lane()];
+#pragma unroll
+      for (int r = block; r < kOwn; ++r) {
+        const int i = own_row(r);
+        if (r == block && i <= j) continue;
+        const Real t = k * exp2_of(gamma[r] - gj);
+        Real dP, dL;
+        shared.pair(i, j, dP, dL);
+        dq[r] += dP * t;
+        z[r] += dL * t;
+      }
     }
   }
 }
 
 /// Column role (5.23): sums over i > j of (dP q_i + dL beta_i k_i) E.
 template <class Real>
-__device__ void add_column_role(Rows<Real>& dk, const Rows<Real>& gamma,
-                                const IntraShared<Real>& shared, int32_t rows) {
-  for (int i = 1; i < rows; ++i) {
-    const Real q = shared.q[i * kStride + lane()];
-    const Real bk = shared.beta[i] * shared.k[i * kStride + lane()];
-    const Real gi = shared.gamma[i * kStride + lane()];
+__device__ __forceinline__ void add_column_role(Rows<Real>& dk, const Rows<Real>& gamma,
+                                                const IntraShared<Real>& shared, int32_t rows) {
 #pragma unroll
-    for (int r = 0; r < kOwn; ++r) {
-      const int j = own_row(r);
-      if (j >= i) continue;
-      Real dP, dL;
-      shared.pair(i, j, dP, dL);
-      dk[r] += (dP * q + dL * bk) * exp2_of(gi - gamma[r]);
+  for (int block = 0; block < kOwn; ++block) {
+    if (block * kWarps >= rows) break;
+#pragma unroll 2
+    for (int i = block * kWarps; i < (block + 1) * kWarps; ++i) {
+      const Real q = shared.q[i * kStride + lane()];
+      const Real bk = shared.beta[i] * shared.k[i * kStride + lane()];
+      const Real gi = shared.gamma[i * kStride + lane()];
+#pragma unroll
+      for (int r = 0; r <= block; ++r) {
+        const int j = own_row(r);
+        if (r == block && j >= i) continue;
+        Real dP, dL;
+        shared.pair(i, j, dP, dL);
+        dk[r] += (dP * q + dL * bk) * exp2_of(gi - gamma[r]);
+      }
     }
   }
 }
@@ -161,11 +175,12 @@ __device__ void channels(const IntraBackwardParams& p, const IntraShared<Real>& 
                          const Rows<Real>& rk, Rows<Real>& dbeta) {
   const int32_t K = p.heads.K;
   const int32_t c = k0 + lane();
-  const int64_t h = hv / (p.heads.HV / p.heads.H);
+  const int64_t h = hv / p.heads.group;
   Rows<Real> q, k, gamma;
   load_rows(q, p.q, chunk, h, c, K);
   load_rows(k, p.k, chunk, h, c, K);
-  load_rows(gamma, p.gamma, chunk, hv, c, K);
+  // The decay of padding rows is 1, so that no factor exceeds 1; their dP and dL are 0.
+  load_rows(gamma, p.gamma, chunk, hv, c, K, true);
 #pragma unroll
   for (int r = 0; r < kOwn; ++r) q[r] *= rq[r], k[r] *= rk[r];
   __syncthreads();
@@ -228,7 +243,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<Real>)
     intra_bwd(const __grid_constant__ IntraBackwardParams p) {
   const IntraShared<Real> shared(shared_memory<Real>());
   const int64_t tiles = p.sequences.chunk_rows * p.heads.HV;
-  const int64_t G = p.heads.HV / p.heads.H;
+  const int64_t G = p.heads.group;
   for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
     const int64_t hv = index % p.heads.HV;
     const Chunk chunk = chunk_of(p.sequences, index / p.heads.HV);

@@ -21,11 +21,16 @@ template <class Real>
 using Tile = Accumulator<Real, 4, 4>;
 
 template <class Real, class A, class B>
-__device__ void add_panels(Tile<Real>& acc, const A& a, const B& b, Real* shared) {
+__device__ __forceinline__ void put_panels(const A& a, const B& b, Real* shared) {
   __syncthreads();
   a.put(shared);
   b.put(shared + kPanel);
   __syncthreads();
+}
+
+template <class Real, class A, class B>
+__device__ void add_panels(Tile<Real>& acc, const A& a, const B& b, Real* shared) {
+  put_panels(a, b, shared);
   acc.add_product(shared, kPanelStride, shared + kPanel, kPanelStride, kDepth);
 }
 
@@ -33,7 +38,7 @@ template <class Real>
 __device__ void output_tile(const OutputParams& p, const Chunk& chunk, int64_t row, int64_t hv,
                             int64_t v0, const Real* rq, Real* shared) {
   const int32_t K = p.heads.K;
-  const int64_t h = hv / (p.heads.HV / p.heads.H);
+  const int64_t h = hv / p.heads.group;
   Tile<Real> acc;
   for (int k0 = 0; k0 < K; k0 += kDepth) {
     RowPanel<Real> q, gamma;
@@ -49,9 +54,11 @@ __device__ void output_tile(const OutputParams& p, const Chunk& chunk, int64_t r
     RowPanel<Real> scores;
     ColumnPanel<Real> v_new;
     load_tokens(scores, p.Aqk, chunk, hv, j0, p.sequences.C);
-    scores.map([&](int i, int j, Real x) { return j0 + j <= i ? x : Real(0); });
     load_tokens(v_new, p.v_new, chunk, hv, v0, p.heads.V, j0);
-    add_panels(acc, scores, v_new, shared);
+    put_panels(scores, v_new, shared);
+    // Later rows are left out, not multiplied by 0: they may hold NaN.
+    acc.add_product_if(shared, kPanelStride, shared + kPanel, kPanelStride, kDepth,
+                       [&](int i, int j) { return j0 + j <= i; });
   }
   save_tokens(acc, p.o, chunk, hv, v0, p.heads.V);
 }
@@ -68,7 +75,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<Real>)
     const Chunk chunk = chunk_of(p.sequences, row);
     if (chunk.rows == 0) continue;
     __syncthreads();
-    load_scalars(rq, p.rq, chunk, hv / (p.heads.HV / p.heads.H), Real(1));
+    load_scalars(rq, p.rq, chunk, hv / p.heads.group, Real(1));
     __syncthreads();
     for (int64_t v0 = 0; v0 < p.heads.V; v0 += kTileRows) {
       output_tile(p, chunk, row, hv, v0, rq, shared);

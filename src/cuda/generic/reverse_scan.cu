@@ -14,12 +14,12 @@ __device__ void add_scores_product(Tokens& dv_new, const Tensor& Aqk, const Chun
   for (int i0 = 0; i0 < chunk.rows; i0 += kStateDepth) {
     Panel<Real, kTileRows, kStateDepth, false> panel;
     load_tokens(panel, Aqk, chunk, hv, 0, C, i0);
-    panel.map([&](int j, int i, Real x) { return j <= i0 + i ? x : Real(0); });
     __syncthreads();
     panel.put(shared);
     __syncthreads();
-    dv_new.add_product(shared, kPanelStride, grad_o + i0 * StateTile<Real>::kStride,
-                       StateTile<Real>::kStride, kStateDepth);
+    dv_new.add_product_if(shared, kPanelStride, grad_o + i0 * StateTile<Real>::kStride,
+                          StateTile<Real>::kStride, kStateDepth,
+                          [&](int j, int i) { return j <= i0 + i; });
   }
 }
 

@@ -39,7 +39,9 @@ __device__ void solve(const WuShared<Real>& shared, const ColumnPanel<Real>& rhs
   rhs.put(shared.rhs);
   __syncthreads();
   Accumulator<Real, 4, 4> acc;
-  acc.add_product(shared.A, kPanelStride, shared.rhs, kPanelStride, chunk.rows);
+  // Later rows are left out, not multiplied by 0: they may hold NaN.
+  acc.add_product_if(shared.A, kPanelStride, shared.rhs, kPanelStride, chunk.rows,
+                     [](int i, int j) { return j <= i; });
   save_tokens(acc, result, chunk, hv, col0, cols);
 }
 
@@ -72,7 +74,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<Real>)
     wu(const __grid_constant__ WuParams p) {
   const WuShared<Real> shared(shared_memory<Real>());
   const int64_t tiles = p.sequences.chunk_rows * p.heads.HV;
-  const int64_t G = p.heads.HV / p.heads.H;
+  const int64_t G = p.heads.group;
   for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
     const int64_t hv = index % p.heads.HV;
     const int64_t h = hv / G;
@@ -85,7 +87,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<Real>)
     load_last_gamma(shared.last, p.gamma, chunk, hv, p.heads.K, kMaxK);
     Panel<Real, kTileRows, kTileRows, true> A;
     load_tokens(A, p.A, chunk, hv, 0, p.sequences.C);
-    A.map([](int i, int j, Real x) { return j <= i ? x : Real(0); });
     A.put(shared.A);
     __syncthreads();
     for (int k0 = 0; k0 < p.heads.K; k0 += kTileRows) {

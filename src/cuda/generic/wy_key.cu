@@ -46,17 +46,20 @@ struct StateProducts {
   __device__ void add(const WyKeyParams& p, const WyKeyShared<Real>& shared, const Chunk& chunk,
                       int64_t row, int64_t hv, int32_t k0, int64_t v0) {
     const int64_t V = p.heads.V;
-    RowPanel<Real> R, grad_o, v_new, h, dh;
-    load_tokens(R, p.R, chunk, hv, v0, V);
-    load_tokens(grad_o, p.grad_o, chunk, hv, v0, V);
-    load_tokens(v_new, p.v_new, chunk, hv, v0, V);
+    Real* const at = shared.panels;
+    {
+      RowPanel<Real> R, grad_o, v_new;
+      load_tokens(R, p.R, chunk, hv, v0, V);
+      load_tokens(grad_o, p.grad_o, chunk, hv, v0, V);
+      load_tokens(v_new, p.v_new, chunk, hv, v0, V);
+      __syncthreads();
+      R.put(at);
+      grad_o.put(at + kPanel);
+      v_new.put(at + 2 * kPanel);
+    }
+    RowPanel<Real> h, dh;  // loaded after the others left their registers
     load_checkpoint(h, p.h, row, hv, k0, p.heads.K, v0, V);
     load_checkpoint(dh, p.dh, row, hv, k0, p.heads.K, v0, V);
-    Real* const at = shared.panels;
-    __syncthreads();
-    R.put(at);
-    grad_o.put(at + kPanel);
-    v_new.put(at + 2 * kPanel);
     h.put(at + 3 * kPanel);
     dh.put(at + 4 * kPanel);
     __syncthreads();
@@ -96,7 +99,7 @@ template <class Real>
 __device__ void finish_columns(const WyKeyParams& p, const WyKeyShared<Real>& shared,
                                const Chunk& chunk, int64_t hv, int32_t k0,
                                StateProducts<Real>& products, Real (&dbeta)[4]) {
-  const int64_t h = hv / (p.heads.HV / p.heads.H);
+  const int64_t h = hv / p.heads.group;
   Tile<Real> gamma, x;
   fetch_tokens(gamma, p.gamma, chunk, hv, k0, p.heads.K);
   fetch_tokens(x, p.k, chunk, h, k0, p.heads.K);
@@ -150,7 +153,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<Real>)
     wy_key(const __grid_constant__ WyKeyParams p) {
   const WyKeyShared<Real> shared(shared_memory<Real>());
   const int64_t tiles = p.sequences.chunk_rows * p.heads.HV;
-  const int64_t G = p.heads.HV / p.heads.H;
+  const int64_t G = p.heads.group;
   for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
     const int64_t hv = index % p.heads.HV;
     const int64_t row = index / p.heads.HV;

@@ -44,7 +44,8 @@ __device__ void solve_columns(const WyValueParams& p, const WyShared<Real>& shar
   dv_new.put(shared.value, kValueStride);
   __syncthreads();
   Accumulator<Real, 4, 2> R;
-  R.add_product(shared.A, kPanelStride, shared.value, kValueStride, chunk.rows);
+  R.add_product_if(shared.A, kPanelStride, shared.value, kValueStride, chunk.rows,
+                   [](int j, int i) { return j <= i; });
   __syncthreads();
   v_new.put(shared.value);
   grad_o.put(shared.grad_o);
@@ -73,7 +74,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<Real>)
     if (chunk.rows == 0) continue;
     Panel<Real, kTileRows, kTileRows, false> A;
     load_tokens(A, p.A, chunk, hv, 0, p.sequences.C);
-    A.map([](int j, int i, Real x) { return j <= i ? x : Real(0); });
     __syncthreads();
     A.put(shared.A);
     load_scalars(shared.beta, p.beta, chunk, hv, Real(0));

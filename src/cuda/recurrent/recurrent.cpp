@@ -81,16 +81,23 @@ bool recurrent_step_takes(const RecurrentParams& p, bool state_v_first, bool fp6
          is_vectorised(p.final_state, contiguous, vector);
 }
 
-Status launch_recurrent_step(const RecurrentParams& p, bool state_v_first, cudaStream_t stream) {
+Status launch_recurrent_step(const RecurrentParams& params, bool state_v_first,
+                             cudaStream_t stream) {
+  RecurrentParams p = params;
   const bool fp32 = state_dtype(p) == DType::kF32;
-  const int64_t columns = kVectorLanes * kStateVectorBytes / (fp32 ? 4 : 2);
+  const int32_t least = kVectorLanes * kStateVectorBytes / (fp32 ? 4 : 2);
+  const int64_t sequences = p.sequences.count + (p.sequences.cu.data != nullptr ? 1 : 0);
+  const auto blocks = [&] {
+    return sequences * p.heads.HV * ((p.heads.V + p.columns - 1) / p.columns);
+  };
+  // How columns are spread over blocks does not change a bit of the result.
+  p.columns = kMaxRecurrentColumns;
+  while (p.columns > least && blocks() < kEnoughRecurrentBlocks) p.columns /= 2;
   const RecurrentKernel kernel =
       state_v_first ? (fp32 ? recurrent_v_first_fp32 : recurrent_v_first_bf16)(p.heads.K)
                     : (fp32 ? recurrent_k_first_fp32 : recurrent_k_first_bf16)(p.heads.K);
-  const int64_t sequences = p.sequences.count + (p.sequences.cu.data != nullptr ? 1 : 0);
-  return launch({"recurrent_step", sequences * p.heads.HV * ((p.heads.V + columns - 1) / columns),
-                 kRecurrentThreads},
-                kernel, p, stream);
+  return launch({"recurrent_step", blocks(), kRecurrentThreads, kernel.shared_bytes}, kernel.kernel,
+                p, stream);
 }
 
 Result<std::unique_ptr<Executor>> make_recurrent(const Problem& problem, const Device& device,

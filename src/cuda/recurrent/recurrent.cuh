@@ -15,39 +15,27 @@
 // two or four rows of V, and shuffles suffice.
 #pragma once
 
-#include <cstring>
-#include <type_traits>
-
+#include "cuda/ptx/cp_async.cuh"
 #include "cuda/recurrent/tokens.cuh"
+#include "cuda/tile/shared_memory.cuh"
 
 namespace kda::cuda {
 
-/// One 16-byte vector of the state. `load` only asks for it, so that nothing waits for memory until
-/// `unpack`.
+template <int K>
+using RecurrentBlock = TokenBlock<float, K, kMaxRecurrentColumns>;
+
+/// One 16-byte vector of the state.
 template <class State>
 struct StateVector {
   static constexpr int kSize = kStateVector<State>;
-  static constexpr bool kPacked = sizeof(State) < sizeof(float);
-  struct Nothing {};
-  [[no_unique_address]] std::conditional_t<kPacked, uint4, Nothing> bits;
   float x[kSize];
 
-  // Streaming: a state is read once and written once.
-  __device__ __forceinline__ void load(const State* from) {
-    const uint4 loaded = __ldcs(reinterpret_cast<const uint4*>(from));
-    if constexpr (kPacked) {
-      bits = loaded;
-    } else {
-      memcpy(x, &loaded, sizeof x);
-    }
-  }
-  __device__ __forceinline__ void unpack() {
-    if constexpr (kPacked) {
-      const State* values = reinterpret_cast<const State*>(&bits);
+  __device__ __forceinline__ void load(const uint4& bits) {
+    const State* values = reinterpret_cast<const State*>(&bits);
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) x[i] = to_real<float>(values[i]);
-    }
+    for (int i = 0; i < kSize; ++i) x[i] = to_real<float>(values[i]);
   }
+  // Streaming: a state is written once and not read again here.
   __device__ __forceinline__ void save(State* to) const {
     uint4 packed;
     State* values = reinterpret_cast<State*>(&packed);
@@ -64,12 +52,8 @@ struct KFirstState {
   static constexpr int kVector = Vector::kSize;
   static constexpr int kColumns = kRecurrentColumns<State>;
   static constexpr int kRows = K / (kRecurrentWarps * kLinesPerWarp);
+  static constexpr int kVectors = kRows;  ///< of a thread
   Vector s[kRows];
-
-  __device__ __forceinline__ void unpack() {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) s[r].unpack();
-  }
 
   struct Exchange {
     alignas(16) float sums[2][kRecurrentWarps][2][kColumns];
@@ -88,11 +72,11 @@ struct KFirstState {
     if (v0 + column() >= V) return;
     State* data = static_cast<State*>(t.data) + base + v0 + column();
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) f(s[r], data + line(r) * t.stride[2]);
+    for (int r = 0; r < kRows; ++r) f(s[r], data + line(r) * t.stride[2], r);
   }
 
-  __device__ __forceinline__ void step(const TokenBlock<float, K, kColumns>& block, int slot,
-                                       int parity, Exchange& exchange, float* o) {
+  __device__ __forceinline__ void step(const RecurrentBlock<K>& block, int slot, const float* v,
+                                       Exchange& exchange, float* o) {
     float error[kVector] = {};
     float out[kVector] = {};
 #pragma unroll
@@ -116,7 +100,7 @@ struct KFirstState {
       }
     }
     const int warp = static_cast<int>(threadIdx.x) / 32;
-    auto& sums = exchange.sums[parity];
+    auto& sums = exchange.sums[slot % 2];
     if (threadIdx.x % 32 < kVectorLanes) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
@@ -135,7 +119,7 @@ struct KFirstState {
         e += sums[w][0][column() + i];
         total += sums[w][1][column() + i];
       }
-      u[i] = block.beta[slot] * (block.v[slot][column() + i] - block.rk[slot] * e);
+      u[i] = block.beta[slot] * (v[column() + i] - block.rk[slot] * e);
       if (threadIdx.x < kVectorLanes) {
         o[column() + i] = block.rq[slot] * total + block.qk[slot] * u[i];
       }
@@ -158,18 +142,11 @@ struct VFirstState {
   static constexpr int kColumns = kRecurrentColumns<State>;
   static constexpr int kParts = K / (kVectorLanes * kVector);
   static constexpr int kRows = kColumns / (kRecurrentWarps * kLinesPerWarp);
+  static constexpr int kVectors = kRows * kParts;  ///< of a thread
   static_assert(K % (kVectorLanes * kVector) == 0);
   Vector s[kRows][kParts];
 
   struct Exchange {};
-
-  __device__ __forceinline__ void unpack() {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-      for (int j = 0; j < kParts; ++j) s[r][j].unpack();
-    }
-  }
 
   static __device__ __forceinline__ int channel(int j) {
     return (j * kVectorLanes + static_cast<int>(threadIdx.x) % kVectorLanes) * kVector;
@@ -187,12 +164,12 @@ struct VFirstState {
       if (v0 + line(r) >= V) continue;
 #pragma unroll
       for (int j = 0; j < kParts; ++j) {
-        f(s[r][j], data + (v0 + line(r)) * t.stride[3] + channel(j));
+        f(s[r][j], data + (v0 + line(r)) * t.stride[3] + channel(j), r * kParts + j);
       }
     }
   }
 
-  __device__ __forceinline__ void step(const TokenBlock<float, K, kColumns>& block, int slot, int,
+  __device__ __forceinline__ void step(const RecurrentBlock<K>& block, int slot, const float* v,
                                        Exchange&, float* o) {
     float error[kRows] = {};
     float out[kRows] = {};
@@ -218,7 +195,7 @@ struct VFirstState {
         error[r] += __shfl_xor_sync(~0u, error[r], step);
         out[r] += __shfl_xor_sync(~0u, out[r], step);
       }
-      float u = block.beta[slot] * (block.v[slot][line(r)] - block.rk[slot] * error[r]);
+      float u = block.beta[slot] * (v[line(r)] - block.rk[slot] * error[r]);
       if (threadIdx.x % kVectorLanes == 0) {
         o[line(r)] = block.rq[slot] * out[r] + block.qk[slot] * u;
       }
@@ -232,13 +209,14 @@ struct VFirstState {
   }
 };
 
-/// Rows of o of a block of tokens, from shared memory.
+/// Rows of o of a block of tokens, columns v0.., from shared memory.
 template <int COLUMNS>
 __device__ __forceinline__ void save_outputs(const RecurrentParams& p, const RecurrentTile& tile,
-                                             int64_t first, int count, const float (*o)[COLUMNS]) {
+                                             int64_t v0, int64_t first, int count,
+                                             const float (*o)[COLUMNS]) {
   with_element(p.o.dtype, [&]<class T>(Element<T>) {
     for (int e = static_cast<int>(threadIdx.x); e < count * COLUMNS; e += kRecurrentThreads) {
-      const int64_t v = tile.v0 + e % COLUMNS;
+      const int64_t v = v0 + e % COLUMNS;
       if (v >= p.heads.V) continue;
       const int64_t offset =
           token_offset(p.o, tile.tokens.batch, tile.tokens.begin + first + e / COLUMNS, tile.hv);
@@ -249,42 +227,87 @@ __device__ __forceinline__ void save_outputs(const RecurrentParams& p, const Rec
 }
 
 template <class Layout, class State, int K>
+struct RecurrentShared {
+  uint4 state[kStateStages][Layout::kVectors][kRecurrentThreads];
+  RecurrentBlock<K> block;
+  typename Layout::Exchange exchange;
+  float o[kTokenBlock][kRecurrentColumns<State>];
+};
+
+/// Starts the copy of columns v0.. of the state. A thread copies what it will itself read.
+template <class Layout>
+__device__ __forceinline__ void prefetch(uint4 (&stage)[Layout::kVectors][kRecurrentThreads],
+                                         const RecurrentParams& p, const RecurrentTile& tile,
+                                         int64_t v0, int64_t end) {
+  const Tensor& t = p.initial_state;
+  if (t.data && v0 < end) {
+    Layout{}.each_vector(
+        t, tile.slot * t.stride[0] + tile.hv * t.stride[1], v0, p.heads.V,
+        [&](auto&, const void* from, int i) { copy_async_16(&stage[i][threadIdx.x], from); });
+  }
+  commit_copies();  // also an empty group, so that the number of groups in flight is known
+}
+
+/// Waits for the oldest copy but one and takes it.
+template <class Layout>
+__device__ __forceinline__ void receive(Layout& state,
+                                        const uint4 (&stage)[Layout::kVectors][kRecurrentThreads],
+                                        const RecurrentParams& p, int64_t v0) {
+  wait_for_copies<1>();
+  if (!p.initial_state.data) return;
+  state.each_vector(p.initial_state, 0, v0, p.heads.V,
+                    [&](auto& vector, const void*, int i) { vector.load(stage[i][threadIdx.x]); });
+}
+
+/// All tokens for columns v0...
+template <class Layout, class State, int K>
+__device__ __forceinline__ void advance(Layout& state, RecurrentShared<Layout, State, K>& shared,
+                                        const RecurrentParams& p, const RecurrentTile& tile,
+                                        int64_t v0, int stage) {
+  const int64_t length = tile.tokens.end - tile.tokens.begin;
+  const int column = static_cast<int>(v0 - tile.v0);
+  if (length == 0) receive(state, shared.state[stage], p, v0);
+  for (int64_t first = 0; first < length; first += kTokenBlock) {
+    const int count = token_count(length, first);
+    // One block of tokens stays for all columns.
+    if (column == 0 || length > kTokenBlock) load_block(shared.block, p, tile, first, count);
+    // Only now: the loads of the tokens flew beside the copy of the state.
+    if (first == 0) receive(state, shared.state[stage], p, v0);
+    for (int slot = 0; slot < count; ++slot) {
+      state.step(shared.block, slot, shared.block.v[slot] + column, shared.exchange,
+                 shared.o[slot]);
+    }
+    __syncthreads();
+    save_outputs(p, tile, v0, first, count, shared.o);
+    __syncthreads();
+  }
+}
+
+template <class Layout, class State, int K>
 __global__ void __launch_bounds__(kRecurrentThreads, kRecurrentBlocksPerSm<State>)
     recurrent_step(const __grid_constant__ RecurrentParams p) {
   constexpr int kColumns = kRecurrentColumns<State>;
-  __shared__ TokenBlock<float, K, kColumns> block;
-  __shared__ typename Layout::Exchange exchange;
-  __shared__ float o[kTokenBlock][kColumns];
-  const int64_t tiles = recurrent_tiles(p, kColumns);
+  auto& shared = *shared_memory<RecurrentShared<Layout, State, K>>();
+  const int64_t tiles = recurrent_tiles(p, p.columns);
   for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
-    const RecurrentTile tile = recurrent_tile(p, index, kColumns);
+    const RecurrentTile tile = recurrent_tile(p, index, p.columns);
     if (tile.slot < 0) {
-      write_zeros<float>(p, tile, kColumns);
+      write_zeros<float>(p, tile, p.columns);
       continue;
     }
-    Layout state{};
-    if (p.initial_state.data) {
-      state.each_vector(p.initial_state,
-                        tile.slot * p.initial_state.stride[0] + tile.hv * p.initial_state.stride[1],
-                        tile.v0, p.heads.V, [](auto& vector, const State* at) { vector.load(at); });
-    }
-    const int64_t length = tile.tokens.end - tile.tokens.begin;
-    int count = token_count(length, 0);
-    load_block(block, p, tile, 0, count);
-    state.unpack();
-    for (int64_t first = 0; first < length; first += kTokenBlock) {
-      for (int slot = 0; slot < count; ++slot) {
-        state.step(block, slot, slot % 2, exchange, o[slot]);
+    const int64_t end = clamp_index(tile.v0 + p.columns, 0, p.heads.V);
+    int stage = 0;
+    prefetch<Layout>(shared.state[stage], p, tile, tile.v0, end);
+    for (int64_t v0 = tile.v0; v0 < end; v0 += kColumns) {
+      prefetch<Layout>(shared.state[1 - stage], p, tile, v0 + kColumns, end);
+      Layout state{};
+      advance(state, shared, p, tile, v0, stage);
+      const Tensor& t = p.final_state;
+      if (t.data) {
+        state.each_vector(t, tile.slot * t.stride[0] + tile.hv * t.stride[1], v0, p.heads.V,
+                          [](const auto& vector, auto* to, int) { vector.save(to); });
       }
-      __syncthreads();
-      save_outputs<kColumns>(p, tile, first, count, o);
-      count = token_count(length, first + kTokenBlock);
-      load_block(block, p, tile, first + kTokenBlock, count);
-    }
-    if (p.final_state.data) {
-      state.each_vector(p.final_state,
-                        tile.slot * p.final_state.stride[0] + tile.hv * p.final_state.stride[1],
-                        tile.v0, p.heads.V, [](const auto& vector, State* at) { vector.save(at); });
+      stage = 1 - stage;
     }
     __syncthreads();
   }

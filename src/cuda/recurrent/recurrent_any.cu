@@ -2,7 +2,7 @@
 // memory, one column a thread and every (threads / columns)-th row.
 #include "cuda/launch.h"
 #include "cuda/recurrent/tokens.cuh"
-#include "cuda/tile/panel.cuh"
+#include "cuda/tile/shared_memory.cuh"
 
 namespace kda::cuda {
 namespace {

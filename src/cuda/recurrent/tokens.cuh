@@ -18,6 +18,20 @@ struct RecurrentTile {
   int64_t slot;
 };
 
+struct Quotient {
+  int64_t quotient;
+  int64_t rest;
+};
+
+/// In 32 bits where that is enough: a 64-bit division is some hundred instructions.
+__device__ __forceinline__ Quotient divide(int64_t a, int64_t b) {
+  if (((a | b) >> 32) == 0) {
+    const uint32_t quotient = static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
+    return {quotient, static_cast<uint32_t>(a) - quotient * static_cast<uint32_t>(b)};
+  }
+  return {a / b, a % b};
+}
+
 __device__ __forceinline__ int64_t recurrent_tiles(const RecurrentParams& p, int columns) {
   const int64_t v_tiles = (p.heads.V + columns - 1) / columns;
   return (p.sequences.count + (p.sequences.cu.data ? 1 : 0)) * p.heads.HV * v_tiles;
@@ -25,11 +39,12 @@ __device__ __forceinline__ int64_t recurrent_tiles(const RecurrentParams& p, int
 
 __device__ __forceinline__ RecurrentTile recurrent_tile(const RecurrentParams& p, int64_t index,
                                                         int columns) {
-  const int64_t v_tiles = (p.heads.V + columns - 1) / columns;
+  const Quotient by_columns = divide(index, (p.heads.V + columns - 1) / columns);
+  const Quotient by_head = divide(by_columns.quotient, p.heads.HV);
+  const int64_t sequence = by_head.quotient;
   RecurrentTile tile;
-  tile.v0 = index % v_tiles * columns;
-  tile.hv = index / v_tiles % p.heads.HV;
-  const int64_t sequence = index / v_tiles / p.heads.HV;
+  tile.v0 = by_columns.rest * columns;
+  tile.hv = by_head.rest;
   if (sequence == p.sequences.count) {
     tile.tokens = {0, used_tokens(p.sequences), p.sequences.T, 0, 0};
     tile.slot = -1;
@@ -87,7 +102,7 @@ __device__ __forceinline__ void load_keys(TokenBlock<Real, K, COLUMNS>& block,
                                           int64_t token, int count) {
   const int c = static_cast<int>(threadIdx.x) % K;
   const int step = static_cast<int>(blockDim.x) / K;
-  const int64_t h = tile.hv / (p.heads.HV / p.heads.H);
+  const int64_t h = divide(tile.hv, p.heads.group).quotient;
   const int64_t batch = tile.tokens.batch;
   const int64_t q_base = token_offset(p.q, batch, token, h) + c * p.q.stride[3];
   const int64_t k_base = token_offset(p.k, batch, token, h) + c * p.k.stride[3];

@@ -87,8 +87,8 @@ template <class Real>
 __device__ __forceinline__ RawElement<Real> load_raw(const Tensor& t, int64_t offset) {
   if (t.dtype <= 2) return {static_cast<const uint16_t*>(t.data)[offset]};
   if (sizeof(Real) == 4 || t.dtype == 3) return {static_cast<const uint32_t*>(t.data)[offset]};
-  return {static_cast<decltype(RawElement<Real>::bits)>(
-      static_cast<const uint64_t*>(t.data)[offset])};
+  return {
+      static_cast<decltype(RawElement<Real>::bits)>(static_cast<const uint64_t*>(t.data)[offset])};
 }
 
 template <class Real>

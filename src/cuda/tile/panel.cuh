@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/tile/convert.cuh"
+#include "cuda/tile/shared_memory.cuh"
 
 namespace kda::cuda {
 
@@ -163,6 +164,29 @@ struct Accumulator {
     });
   }
 
+  /// As add_product, over the pairs (row, d) that `keep` selects. What it leaves out may be NaN.
+  template <class Keep>
+  __device__ __forceinline__ void add_product_if(const Real* a, int a_stride, const Real* b,
+                                                 int b_stride, int depth, Keep keep) {
+    a += row(0);
+    b += col(0);
+#pragma unroll 4
+    for (int d = 0; d < depth; ++d) {
+      Real ra[TM];
+      Real rb[TN];
+      read<TM>(ra, a + d * a_stride);
+      read<TN>(rb, b + d * b_stride);
+#pragma unroll
+      for (int m = 0; m < TM; ++m) {
+        const bool kept = keep(row(m), d);
+#pragma unroll
+        for (int n = 0; n < TN; ++n) {
+          if (kept) x[m][n] += ra[m] * rb[n];
+        }
+      }
+    }
+  }
+
   /// x = f(row, col, x).
   template <class F>
   __device__ __forceinline__ void map(F f) {
@@ -218,12 +242,5 @@ struct Accumulator {
     }
   }
 };
-
-/// The dynamic shared memory of a kernel.
-template <class Real>
-__device__ __forceinline__ Real* shared_memory() {
-  extern __shared__ __align__(16) unsigned char shared_bytes[];
-  return reinterpret_cast<Real*>(shared_bytes);
-}
 
 }  // namespace kda::cuda

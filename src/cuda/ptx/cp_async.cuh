@@ -1,0 +1,23 @@
+// cp.async: copies from global to shared memory that bypass registers (sm_80 on).
+#pragma once
+
+namespace kda::cuda {
+
+/// 16 bytes, both addresses aligned to 16.
+__device__ __forceinline__ void copy_async_16(void* shared, const void* global) {
+  const auto to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+}
+
+/// Ends a group of this thread's copies.
+__device__ __forceinline__ void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+/// Until at most N groups of this thread are in flight.
+template <int N>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+}  // namespace kda::cuda

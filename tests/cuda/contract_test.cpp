@@ -1,0 +1,194 @@
+// The contract of the library on a GPU: graphs, streams, threads, wrong arguments, wrong values.
+#include <cmath>
+#include <thread>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "cuda/device_case.h"
+#include "generate.h"
+#include "kda/backend.h"
+
+namespace kda::test {
+namespace {
+
+using cases::Case;
+using cases::CaseSpec;
+using cases::HostTensor;
+using cases::TensorMap;
+using enum TensorId;
+
+/// Packed, with everything inside: the longest chain of kernels.
+CaseSpec packed_spec(std::vector<int64_t> cu) {
+  CaseSpec spec;
+  spec.sizes = {1, 300, 2, 4, 64, 48, 0, 0};
+  spec.io = DType::kBF16;
+  spec.gate = Gate::kSoftplus;
+  spec.qk_l2norm = true;
+  spec.beta_sigmoid = true;
+  spec.cu_seqlens = std::move(cu);
+  return spec;
+}
+
+HostTensor starts(std::initializer_list<int64_t> values) {
+  HostTensor cu(DType::kI64, {static_cast<int64_t>(values.size())});
+  std::copy(values.begin(), values.end(), reinterpret_cast<int64_t*>(cu.bytes.data()));
+  return cu;
+}
+
+Problem recurrent_problem(const Case& c) {
+  Problem problem = forward_problem(c);
+  problem.operation = Operation::kRecurrent;
+  return problem;
+}
+
+/// Both directions of a case, and the recurrent step.
+std::vector<Problem> problems_of(const Case& c) {
+  return {forward_problem(c), backward_problem(c), recurrent_problem(c)};
+}
+
+class Stream {
+ public:
+  Stream() { require(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
+  ~Stream() { cudaStreamDestroy(stream_); }
+  Stream(const Stream&) = delete;
+  operator cudaStream_t() const { return stream_; }  // NOLINT(google-explicit-constructor)
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+void expect_same_bits(const TensorMap& a, const TensorMap& b) {
+  ASSERT_EQ(a.size(), b.size());
+  for (const auto& [id, tensor] : a) EXPECT_EQ(tensor.bytes, b.at(id).bytes) << name_of(id);
+}
+
+// GRAPH-04: the sequences are read by the kernels, so a captured graph follows them.
+TEST(CudaContract, GraphFollowsOtherSequences) {
+  KDA_NEEDS_GPU();
+  const Case c = cases::generate(packed_spec({0, 65, 65, 193, 300}));
+  for (const Problem& problem : problems_of(c)) {
+    DeviceCase device(problem, c.inputs);
+    const Stream stream;
+    Graph graph(device.plan(), device.args(), stream);
+    for (const HostTensor& cu : {starts({0, 1, 2, 250, 300}), starts({0, 100, 100, 100, 100}),
+                                 starts({0, 0, 0, 0, 0}), c.inputs.at(kCuSeqlens)}) {
+      device[kCuSeqlens].load(cu);
+      device.poison_outputs();
+      graph.launch(stream);
+      const TensorMap replayed = device.outputs();
+      device.poison_outputs();
+      device.run(stream);
+      expect_same_bits(replayed, device.outputs());
+    }
+  }
+}
+
+// VARLEN-12: values that no host check sees must not lead out of bounds; the next call is right.
+TEST(CudaContract, WrongSequencesStayInBounds) {
+  KDA_NEEDS_GPU();
+  const Case c = cases::generate(packed_spec({0, 65, 65, 193, 300}));
+  constexpr int64_t kHuge = int64_t{1} << 60;
+  for (const Problem& problem : problems_of(c)) {
+    DeviceCase device(problem, c.inputs);
+    device.run();
+    const TensorMap right = device.outputs();
+    for (const HostTensor& cu :
+         {starts({0, -5, 1000, 3, 2000}), starts({0, 300, 0, 300, 0}),
+          starts({-7, kHuge, -kHuge, 5, 1}), starts({300, 299, 298, 297, 296})}) {
+      device[kCuSeqlens].load(cu);
+      ASSERT_NO_THROW(device.run());
+    }
+    device[kCuSeqlens].load(c.inputs.at(kCuSeqlens));
+    device.poison_outputs();
+    device.run();
+    expect_same_bits(right, device.outputs());
+  }
+}
+
+// PAGED-01..03: no index leads outside the pool.
+TEST(CudaContract, IndicesOutsideThePoolAreSkipped) {
+  KDA_NEEDS_GPU();
+  CaseSpec spec;
+  spec.sizes = {4, 3, 2, 2, 64, 64, 0, 0};
+  spec.gradients = false;
+  Case c = cases::generate(spec);
+  Problem problem = recurrent_problem(c);
+  problem.sizes.P = 4;
+  problem.set(kStateIndices, DType::kI32);
+  HostTensor indices(DType::kI32, {4});
+  const std::array<int32_t, 4> values{-1, 4, 2, -2000000000};
+  std::copy(values.begin(), values.end(), reinterpret_cast<int32_t*>(indices.bytes.data()));
+  c.inputs[kStateIndices] = indices;
+  DeviceCase device(problem, c.inputs);
+  device.run();
+  const TensorMap outputs = device.outputs();
+  const HostTensor& o = outputs.at(kO);
+  const HostTensor& state = outputs.at(kFinalState);
+  const int64_t row = o.count() / 4;
+  const int64_t slot = state.count() / 4;
+  for (int64_t i = 0; i < o.count(); ++i) EXPECT_EQ(o.get(i) == 0, i / row != 2) << i;
+  for (int64_t i = 0; i < state.count(); ++i) {
+    EXPECT_EQ(std::isnan(state.get(i)), i / slot != 2) << "slot " << i / slot;
+  }
+}
+
+TEST(CudaContract, ThreadsShareAPlan) {
+  KDA_NEEDS_GPU();
+  const Case c = cases::generate(packed_spec({0, 65, 65, 193, 300}));
+  DeviceCase expected(backward_problem(c), c.inputs);
+  expected.run();
+  std::vector<TensorMap> results(4);
+  std::vector<std::thread> threads;
+  for (TensorMap& result : results) {
+    threads.emplace_back([&] {
+      DeviceCase own(backward_problem(c), c.inputs);
+      const Stream stream;
+      for (int i = 0; i < 10; ++i) {
+        if (!expected.plan().run(own.args(), stream).ok()) return;
+      }
+      if (cudaStreamSynchronize(stream) == cudaSuccess) result = own.outputs();
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const TensorMap& result : results) expect_same_bits(expected.outputs(), result);
+}
+
+TEST(CudaContract, WrongDeviceOrMemoryIsNamed) {
+  KDA_NEEDS_GPU();
+  const Case c = cases::generate(packed_spec({0, 300}));
+  const Problem problem = forward_problem(c);
+  const Status status = supports(problem, {DeviceType::kCuda, 99});
+  EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+  EXPECT_NE(status.message().find("99"), std::string::npos) << status.message();
+
+  DeviceCase device(problem, c.inputs);
+  Args args = device.args();
+  args.in(kQ, c.inputs.at(kQ).bytes.data());
+  int pageable = 0;
+  require(cudaDeviceGetAttribute(&pageable, cudaDevAttrPageableMemoryAccess, 0));
+  if (pageable == 0) {
+    const Status host = device.plan().run(args);
+    EXPECT_EQ(host.code(), StatusCode::kInvalidArgument);
+    EXPECT_EQ(host.message().rfind("q: ", 0), 0U) << host.message();
+  }
+  args = device.args();
+  args.in(kQ, device[kQ].at(1));
+  EXPECT_EQ(device.plan().run(args).code(), StatusCode::kInvalidArgument) << "misaligned";
+  EXPECT_NO_THROW(device.run()) << "the next call works";
+}
+
+TEST(CudaContract, TheCurrentDeviceStays) {
+  KDA_NEEDS_GPU();
+  int before = -1;
+  require(cudaGetDevice(&before));
+  const Case c = cases::generate(packed_spec({0, 300}));
+  DeviceCase device(forward_problem(c), c.inputs);
+  device.run();
+  int after = -1;
+  require(cudaGetDevice(&after));
+  EXPECT_EQ(before, after);
+}
+
+}  // namespace
+}  // namespace kda::test

@@ -1,0 +1,105 @@
+#include "cuda/device_case.h"
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "kda/backend.h"
+
+namespace kda::test {
+namespace {
+
+constexpr int kNaN = 0xFF;
+
+}  // namespace
+
+std::string no_gpu() { return cuda_unavailable_reason(); }
+
+void require(cudaError_t error) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();
+  throw Error(Status(StatusCode::kDeviceError, cudaGetErrorString(error)));
+}
+
+DeviceBuffer::DeviceBuffer(std::size_t bytes) : bytes_(bytes) {
+  require(cudaMalloc(&address_, std::max<std::size_t>(bytes, 1)));
+  poison();
+}
+
+DeviceBuffer::DeviceBuffer(const cases::HostTensor& tensor) : DeviceBuffer(tensor.bytes.size()) {
+  load(tensor);
+}
+
+DeviceBuffer::~DeviceBuffer() { cudaFree(address_); }
+
+void DeviceBuffer::poison() {
+  // Without it, initcheck finds reads of what nobody wrote.
+  static const bool wanted = std::getenv("KDA_TEST_NO_POISON") == nullptr;
+  if (wanted) require(cudaMemset(address_, kNaN, bytes_));
+}
+
+void DeviceBuffer::load(const cases::HostTensor& tensor) {
+  require(cudaMemcpy(address_, tensor.bytes.data(), tensor.bytes.size(), cudaMemcpyHostToDevice));
+}
+
+cases::HostTensor DeviceBuffer::store(DType dtype, std::vector<int64_t> shape) const {
+  cases::HostTensor tensor(dtype, std::move(shape));
+  require(cudaMemcpy(tensor.bytes.data(), address_, tensor.bytes.size(), cudaMemcpyDeviceToHost));
+  return tensor;
+}
+
+DeviceCase::DeviceCase(const Problem& problem, const cases::TensorMap& inputs)
+    : plan_(make_plan(problem, {DeviceType::kCuda, 0}).value()),
+      workspace_(plan_.workspace_bytes()) {
+  for (const TensorSpec& spec : tensors_of(problem.operation)) {
+    if (!problem.has(spec.id)) continue;
+    const auto bytes = static_cast<std::size_t>(plan_.problem().bytes(spec.id));
+    const auto [entry, _] = spec.role == Role::kInput
+                                ? buffers_.emplace(spec.id, DeviceBuffer(inputs.at(spec.id)))
+                                : buffers_.emplace(spec.id, DeviceBuffer(bytes));
+    args_.out(spec.id, entry->second.address());
+  }
+  args_.workspace = workspace_.address();
+  args_.workspace_bytes = plan_.workspace_bytes();
+}
+
+void DeviceCase::poison_outputs() {
+  for (const TensorSpec& spec : tensors_of(plan_.problem().operation)) {
+    if (spec.role == Role::kOutput && plan_.problem().has(spec.id)) buffers_.at(spec.id).poison();
+  }
+}
+
+void DeviceCase::run(cudaStream_t stream) {
+  if (Status status = plan_.run(args_, stream); !status.ok()) throw Error(status);
+  require(cudaStreamSynchronize(stream));
+}
+
+cases::TensorMap DeviceCase::outputs() const {
+  cases::TensorMap result;
+  for (const TensorSpec& spec : tensors_of(plan_.problem().operation)) {
+    if (spec.role == Role::kInput || !plan_.problem().has(spec.id)) continue;
+    const TensorLayout& layout = plan_.problem()[spec.id];
+    result[spec.id] = buffers_.at(spec.id).store(
+        layout.dtype, {layout.shape.begin(), layout.shape.begin() + layout.rank});
+  }
+  return result;
+}
+
+Graph::Graph(const Plan& plan, const Args& args, cudaStream_t stream) {
+  require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+  const Status status = plan.run(args, stream);
+  require(cudaStreamEndCapture(stream, &graph_));
+  if (!status.ok()) throw Error(status);
+  require(cudaGraphInstantiate(&executable_, graph_, 0));
+}
+
+Graph::~Graph() {
+  if (executable_ != nullptr) cudaGraphExecDestroy(executable_);
+  if (graph_ != nullptr) cudaGraphDestroy(graph_);
+}
+
+void Graph::launch(cudaStream_t stream) {
+  require(cudaGraphLaunch(executable_, stream));
+  require(cudaStreamSynchronize(stream));
+}
+
+}  // namespace kda::test

@@ -1,0 +1,79 @@
+// Tensors in device memory for tests that run plans themselves.
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <string>
+#include <utility>
+
+#include <cuda_runtime_api.h>
+
+#include "case.h"
+#include "kda/plan.h"
+
+namespace kda::test {
+
+/// "" or why nothing can run on a GPU here.
+std::string no_gpu();
+
+#define KDA_NEEDS_GPU() \
+  if (const std::string reason = kda::test::no_gpu(); !reason.empty()) GTEST_SKIP() << reason
+
+/// Throws kda::Error with the CUDA error.
+void require(cudaError_t error);
+
+/// Device memory of NaN bytes that frees itself.
+class DeviceBuffer {
+ public:
+  explicit DeviceBuffer(std::size_t bytes = 0);
+  explicit DeviceBuffer(const cases::HostTensor& tensor);
+  DeviceBuffer(DeviceBuffer&& other) noexcept
+      : address_(std::exchange(other.address_, nullptr)), bytes_(other.bytes_) {}
+  DeviceBuffer(const DeviceBuffer&) = delete;
+  ~DeviceBuffer();
+
+  void* address() const { return address_; }
+  std::byte* at(std::size_t offset) const { return static_cast<std::byte*>(address_) + offset; }
+  void poison();
+  void load(const cases::HostTensor& tensor);
+  cases::HostTensor store(DType dtype, std::vector<int64_t> shape) const;
+
+ private:
+  void* address_ = nullptr;
+  std::size_t bytes_ = 0;
+};
+
+/// A problem with all its tensors and its workspace on device 0.
+class DeviceCase {
+ public:
+  DeviceCase(const Problem& problem, const cases::TensorMap& inputs);
+
+  const Plan& plan() const { return plan_; }
+  const Args& args() const { return args_; }
+  DeviceBuffer& operator[](TensorId id) { return buffers_.at(id); }
+  void poison_outputs();
+  /// Runs and waits. Throws kda::Error.
+  void run(cudaStream_t stream = nullptr);
+  cases::TensorMap outputs() const;
+
+ private:
+  Plan plan_;
+  std::map<TensorId, DeviceBuffer> buffers_;
+  DeviceBuffer workspace_;
+  Args args_;
+};
+
+/// A captured run.
+class Graph {
+ public:
+  Graph(const Plan& plan, const Args& args, cudaStream_t stream);
+  ~Graph();
+  Graph(const Graph&) = delete;
+  void launch(cudaStream_t stream);
+
+ private:
+  cudaGraph_t graph_ = nullptr;
+  cudaGraphExec_t executable_ = nullptr;
+};
+
+}  // namespace kda::test

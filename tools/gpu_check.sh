@@ -1,0 +1,77 @@
+#!/bin/sh
+# Everything that needs a GPU, in one call: tests (each run also as a graph replay), the cases on the
+# device, compute-sanitizer on a small list, benchmarks into bench/results/.
+#
+#   tools/gpu_check.sh              builds with preset cuda-sm90 (KDA_PRESET picks another), then checks
+#   tools/gpu_check.sh BUILD_DIR    checks what BUILD_DIR holds
+#
+# KDA_RESULTS: where the benchmark files go (default bench/results). KDA_CASES_DIR: more case files.
+# KDA_PARTS: a subset of "tests verify sanitizer bench". Exits 0 if every part passed.
+set -u
+cd "$(dirname "$0")/.." || exit 2
+
+parts=${KDA_PARTS:-tests verify sanitizer bench}
+results=${KDA_RESULTS:-bench/results}
+if [ $# -gt 0 ]; then
+  build=$1
+else
+  preset=${KDA_PRESET:-cuda-sm90}
+  cmake --preset "$preset" && cmake --build --preset "$preset" || exit 2
+  build=build/$preset
+fi
+kda=$build/tools/kda/kda
+mkdir -p "$results" || exit 2
+failures=0
+
+run() {  # run NAME COMMAND...
+  name=$1
+  shift
+  start=$(date +%s)
+  if "$@"; then verdict=pass; else verdict=FAIL; failures=$((failures + 1)); fi
+  echo "== $name: $verdict ($(($(date +%s) - start)) s)"
+}
+
+wanted() { case " $parts " in *" $1 "*) return 0 ;; *) return 1 ;; esac }
+
+# gtest prints a line a test; of those only what is wrong matters here.
+gtest() { "$@" --gtest_brief=1; }
+
+"$kda" doctor || exit 2
+
+if wanted tests; then
+  run cuda_tests gtest "$build/tests/cuda/kda_cuda_tests"
+  run stored_cases gtest "$build/tests/cases/kda_cases_test" --gtest_filter='*cuda*'
+  RC_PARAMS="seed=1 max_success=${KDA_PROPERTY_CASES:-40}"
+  export RC_PARAMS
+  run properties gtest "$build/tests/property/kda_property_tests"
+fi
+
+if wanted verify; then
+  # The implementations that would answer on the CPU are not asked.
+  run verify "$kda" verify --device cuda --json >"$results/verify_cuda.json"
+  tail -n 1 "$results/verify_cuda.json"
+fi
+
+if wanted sanitizer; then
+  if command -v compute-sanitizer >/dev/null; then
+    # Two small cases with every option cover each kernel in both directions.
+    for tool in memcheck racecheck initcheck synccheck; do
+      [ "$tool" = initcheck ] && export KDA_TEST_NO_POISON=1 || unset KDA_TEST_NO_POISON
+      run "sanitizer_$tool" compute-sanitizer --tool "$tool" --error-exitcode 1 --print-limit 20 \
+        "$build/tests/cuda/kda_cuda_tests" --gtest_brief=1 --gtest_filter='CudaSmall.*'
+    done
+  else
+    echo "== sanitizer: skipped, compute-sanitizer is not installed"
+  fi
+fi
+
+if wanted bench; then
+  for suite in decode train; do
+    run "bench_$suite" "$kda" bench --suite "$suite" --device cuda --json \
+      >"$results/cuda_$suite.json"
+    cat "$results/cuda_$suite.json"
+  done
+fi
+
+echo "failed parts: $failures"
+[ "$failures" -eq 0 ]
