@@ -32,7 +32,7 @@ const std::vector<std::string>& families_of_cpu() {
 const std::vector<std::string>& families() {
   static const std::vector<std::string> names = [] {
     std::vector<std::string> found = families_of_cpu();
-    if (cuda_unavailable_reason().empty()) found.emplace_back("cuda");
+    if (cuda_unavailable_reason().empty()) found.insert(found.begin(), "cuda");
     return found;
   }();
   return names;

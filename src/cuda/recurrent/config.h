@@ -14,7 +14,7 @@ inline constexpr int kLinesPerWarp = 32 / kVectorLanes;
 /// for memory.
 inline constexpr int kTokenBlock = 8;
 /// Tokens of it that a thread asks memory for before it converts the first.
-inline constexpr int kTokenBatch = 4;
+inline constexpr int kTokenBatch = 2;
 
 /// Columns of V a block of `recurrent_step` owns: 32 with an fp32 state, 64 with bf16, so that a
 /// block of K = 128 moves 16 KiB of state in, 32 or 64 values a thread.

@@ -1,5 +1,6 @@
 #include "cuda/recurrent/recurrent.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 
@@ -96,8 +97,11 @@ Status launch_recurrent_step(const RecurrentParams& params, bool state_v_first,
   const RecurrentKernel kernel =
       state_v_first ? (fp32 ? recurrent_v_first_fp32 : recurrent_v_first_bf16)(p.heads.K)
                     : (fp32 ? recurrent_k_first_fp32 : recurrent_k_first_bf16)(p.heads.K);
-  return launch({"recurrent_step", blocks(), kRecurrentThreads, kernel.shared_bytes}, kernel.kernel,
-                p, stream);
+  p.token_block = static_cast<int32_t>(std::clamp<int64_t>(p.sequences.T, 1, kTokenBlock));
+  const std::size_t shared_bytes =
+      kernel.shared_bytes + static_cast<std::size_t>(p.token_block - 1) * kernel.token_bytes;
+  return launch({"recurrent_step", blocks(), kRecurrentThreads, shared_bytes}, kernel.kernel, p,
+                stream);
 }
 
 Result<std::unique_ptr<Executor>> make_recurrent(const Problem& problem, const Device& device,

@@ -22,7 +22,7 @@
 namespace kda::cuda {
 
 template <int K>
-using RecurrentBlock = TokenBlock<float, K, kMaxRecurrentColumns>;
+using RecurrentToken = Token<float, K, kMaxRecurrentColumns>;
 
 /// One 16-byte vector of the state.
 template <class State>
@@ -70,20 +70,22 @@ struct KFirstState {
   __device__ __forceinline__ void each_vector(const Tensor& t, int64_t base, int64_t v0, int64_t V,
                                               F f) {
     if (v0 + column() >= V) return;
-    State* data = static_cast<State*>(t.data) + base + v0 + column();
+    // One address that moves: eight would stay in registers from the first copy to the last store.
+    State* at = static_cast<State*>(t.data) + base + v0 + column() + line(0) * t.stride[2];
+    const int64_t step = kRecurrentWarps * kLinesPerWarp * t.stride[2];
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) f(s[r], data + line(r) * t.stride[2], r);
+    for (int r = 0; r < kRows; ++r, at += step) f(s[r], at, r);
   }
 
-  __device__ __forceinline__ void step(const RecurrentBlock<K>& block, int slot, const float* v,
-                                       Exchange& exchange, float* o) {
+  __device__ __forceinline__ void step(RecurrentToken<K>& token, int first_column, int parity,
+                                       Exchange& exchange) {
     float error[kVector] = {};
     float out[kVector] = {};
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const float decay = block.decay[slot][line(r)];
-      const float k = block.k[slot][line(r)];
-      const float q = block.q[slot][line(r)];
+      const float decay = token.decay[line(r)];
+      const float k = token.k[line(r)];
+      const float q = token.q[line(r)];
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
         s[r].x[i] *= decay;
@@ -100,7 +102,7 @@ struct KFirstState {
       }
     }
     const int warp = static_cast<int>(threadIdx.x) / 32;
-    auto& sums = exchange.sums[slot % 2];
+    auto& sums = exchange.sums[parity];
     if (threadIdx.x % 32 < kVectorLanes) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
@@ -119,15 +121,15 @@ struct KFirstState {
         e += sums[w][0][column() + i];
         total += sums[w][1][column() + i];
       }
-      u[i] = block.beta[slot] * (v[column() + i] - block.rk[slot] * e);
+      u[i] = token.beta * (token.v[first_column + column() + i] - token.rk * e);
       if (threadIdx.x < kVectorLanes) {
-        o[column() + i] = block.rq[slot] * total + block.qk[slot] * u[i];
+        token.o[first_column + column() + i] = token.rq * total + token.qk * u[i];
       }
-      u[i] *= block.rk[slot];
+      u[i] *= token.rk;
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const float k = block.k[slot][line(r)];
+      const float k = token.k[line(r)];
 #pragma unroll
       for (int i = 0; i < kVector; ++i) s[r].x[i] += k * u[i];
     }
@@ -158,28 +160,28 @@ struct VFirstState {
   template <class F>
   __device__ __forceinline__ void each_vector(const Tensor& t, int64_t base, int64_t v0, int64_t V,
                                               F f) {
-    State* data = static_cast<State*>(t.data) + base;
+    State* at = static_cast<State*>(t.data) + base + (v0 + line(0)) * t.stride[3] + channel(0);
+    const int64_t step = kRecurrentWarps * kLinesPerWarp * t.stride[3];
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < kRows; ++r, at += step) {
       if (v0 + line(r) >= V) continue;
 #pragma unroll
       for (int j = 0; j < kParts; ++j) {
-        f(s[r][j], data + (v0 + line(r)) * t.stride[3] + channel(j), r * kParts + j);
+        f(s[r][j], at + channel(j) - channel(0), r * kParts + j);
       }
     }
   }
 
-  __device__ __forceinline__ void step(const RecurrentBlock<K>& block, int slot, const float* v,
-                                       Exchange&, float* o) {
+  __device__ __forceinline__ void step(RecurrentToken<K>& token, int first_column, int, Exchange&) {
     float error[kRows] = {};
     float out[kRows] = {};
 #pragma unroll
     for (int j = 0; j < kParts; ++j) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
-        const float decay = block.decay[slot][channel(j) + i];
-        const float k = block.k[slot][channel(j) + i];
-        const float q = block.q[slot][channel(j) + i];
+        const float decay = token.decay[channel(j) + i];
+        const float k = token.k[channel(j) + i];
+        const float q = token.q[channel(j) + i];
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
           s[r][j].x[i] *= decay;
@@ -195,43 +197,25 @@ struct VFirstState {
         error[r] += __shfl_xor_sync(~0u, error[r], step);
         out[r] += __shfl_xor_sync(~0u, out[r], step);
       }
-      float u = block.beta[slot] * (v[line(r)] - block.rk[slot] * error[r]);
+      float u = token.beta * (token.v[first_column + line(r)] - token.rk * error[r]);
       if (threadIdx.x % kVectorLanes == 0) {
-        o[line(r)] = block.rq[slot] * out[r] + block.qk[slot] * u;
+        token.o[first_column + line(r)] = token.rq * out[r] + token.qk * u;
       }
-      u *= block.rk[slot];
+      u *= token.rk;
 #pragma unroll
       for (int j = 0; j < kParts; ++j) {
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) s[r][j].x[i] += block.k[slot][channel(j) + i] * u;
+        for (int i = 0; i < kVector; ++i) s[r][j].x[i] += token.k[channel(j) + i] * u;
       }
     }
   }
 };
 
-/// Rows of o of a block of tokens, columns v0.., from shared memory.
-template <int COLUMNS>
-__device__ __forceinline__ void save_outputs(const RecurrentParams& p, const RecurrentTile& tile,
-                                             int64_t v0, int64_t first, int count,
-                                             const float (*o)[COLUMNS]) {
-  with_element(p.o.dtype, [&]<class T>(Element<T>) {
-    for (int e = static_cast<int>(threadIdx.x); e < count * COLUMNS; e += kRecurrentThreads) {
-      const int64_t v = v0 + e % COLUMNS;
-      if (v >= p.heads.V) continue;
-      const int64_t offset =
-          token_offset(p.o, tile.tokens.batch, tile.tokens.begin + first + e / COLUMNS, tile.hv);
-      static_cast<T*>(p.o.data)[offset + v * p.o.stride[3]] =
-          from_real<T>(o[e / COLUMNS][e % COLUMNS]);
-    }
-  });
-}
-
 template <class Layout, class State, int K>
 struct RecurrentShared {
   uint4 state[kStateStages][Layout::kVectors][kRecurrentThreads];
-  RecurrentBlock<K> block;
   typename Layout::Exchange exchange;
-  float o[kTokenBlock][kRecurrentColumns<State>];
+  RecurrentToken<K> tokens[1];  ///< RecurrentParams::token_block of them
 };
 
 /// Starts the copy of columns v0.. of the state. A thread copies what it will itself read.
@@ -254,33 +238,57 @@ __device__ __forceinline__ void receive(Layout& state,
                                         const uint4 (&stage)[Layout::kVectors][kRecurrentThreads],
                                         const RecurrentParams& p, int64_t v0) {
   wait_for_copies<1>();
+  state = {};
   if (!p.initial_state.data) return;
   state.each_vector(p.initial_state, 0, v0, p.heads.V,
                     [&](auto& vector, const void*, int i) { vector.load(stage[i][threadIdx.x]); });
 }
 
-/// All tokens for columns v0...
+/// Outputs of `count` tokens from `first` on, columns begin..end - 1 of the block.
+template <int K>
+__device__ __forceinline__ void save_outputs(const RecurrentToken<K>* tokens,
+                                             const RecurrentParams& p, const RecurrentTile& tile,
+                                             int64_t first, int count, int begin, int end) {
+  const int width = end - begin;
+  with_element(p.o.dtype, [&]<class T>(Element<T>) {
+    for (int e = static_cast<int>(threadIdx.x); e < count * width; e += kRecurrentThreads) {
+      const int slot = e / width;
+      const int column = begin + e - slot * width;
+      const int64_t v = tile.v0 + column;
+      if (v >= p.heads.V) continue;
+      const int64_t row =
+          token_offset(p.o, tile.tokens.batch, tile.tokens.begin + first + slot, tile.hv);
+      static_cast<T*>(p.o.data)[row + v * p.o.stride[3]] = from_real<T>(tokens[slot].o[column]);
+    }
+  });
+}
+
+/// All tokens for columns v0... `steps` counts tokens and columns: its parity picks the exchange.
 template <class Layout, class State, int K>
 __device__ __forceinline__ void advance(Layout& state, RecurrentShared<Layout, State, K>& shared,
                                         const RecurrentParams& p, const RecurrentTile& tile,
-                                        int64_t v0, int stage) {
+                                        int64_t v0, int stage, int& steps) {
   const int64_t length = tile.tokens.end - tile.tokens.begin;
   const int column = static_cast<int>(v0 - tile.v0);
-  if (length == 0) receive(state, shared.state[stage], p, v0);
-  for (int64_t first = 0; first < length; first += kTokenBlock) {
-    const int count = token_count(length, first);
+  int64_t first = 0;
+  do {  // once without tokens, for the state
+    const int count = token_count(length, first, p.token_block);
     // One block of tokens stays for all columns.
-    if (column == 0 || length > kTokenBlock) load_block(shared.block, p, tile, first, count);
+    if (column == 0 || length > p.token_block) {
+      if (first > 0 || column > 0) __syncthreads();  // nobody reads the last tokens
+      load_block(shared.tokens, p, tile, first, count);
+    }
     // Only now: the loads of the tokens flew beside the copy of the state.
     if (first == 0) receive(state, shared.state[stage], p, v0);
     for (int slot = 0; slot < count; ++slot) {
-      state.step(shared.block, slot, shared.block.v[slot] + column, shared.exchange,
-                 shared.o[slot]);
+      state.step(shared.tokens[slot], column, steps++ % 2, shared.exchange);
     }
+    const int next = column + Layout::kColumns;
+    const bool last = tile.v0 + next >= p.heads.V || next >= p.columns;
+    if (length <= p.token_block && !last) continue;
     __syncthreads();
-    save_outputs(p, tile, v0, first, count, shared.o);
-    __syncthreads();
-  }
+    save_outputs(shared.tokens, p, tile, first, count, length > p.token_block ? column : 0, next);
+  } while ((first += p.token_block) < length);
 }
 
 template <class Layout, class State, int K>
@@ -297,11 +305,12 @@ __global__ void __launch_bounds__(kRecurrentThreads, kRecurrentBlocksPerSm<State
     }
     const int64_t end = clamp_index(tile.v0 + p.columns, 0, p.heads.V);
     int stage = 0;
+    int steps = 0;
     prefetch<Layout>(shared.state[stage], p, tile, tile.v0, end);
     for (int64_t v0 = tile.v0; v0 < end; v0 += kColumns) {
       prefetch<Layout>(shared.state[1 - stage], p, tile, v0 + kColumns, end);
-      Layout state{};
-      advance(state, shared, p, tile, v0, stage);
+      Layout state;
+      advance(state, shared, p, tile, v0, stage, steps);
       const Tensor& t = p.final_state;
       if (t.data) {
         state.each_vector(t, tile.slot * t.stride[0] + tile.hv * t.stride[1], v0, p.heads.V,

@@ -16,8 +16,9 @@ struct RecurrentParams {
   Tensor o;
   Sequences sequences;
   Heads heads;
-  int32_t columns = 0;  ///< of V, a block of recurrent_step
-  int64_t states = 0;   ///< an index outside 0..states-1 skips the sequence
+  int32_t columns = 0;      ///< of V, a block of recurrent_step
+  int32_t token_block = 0;  ///< tokens in its shared memory together
+  int64_t states = 0;       ///< an index outside 0..states-1 skips the sequence
   double scale = 1;
   double beta_factor = 1;
   bool qk_l2norm = false;

@@ -13,7 +13,7 @@ template <class Real>
 struct AnyShared {
   static constexpr int kColumns = kAnyColumns<Real>;
   static constexpr int kGroups = kAnyThreads / kColumns;
-  TokenBlock<Real, kMaxK, kColumns> block;
+  Token<Real, kMaxK, kColumns> tokens[kTokenBlock];
   Real sums[2][kGroups][2][kColumns];
   Real state[kMaxK][kColumns];
 };
@@ -28,9 +28,9 @@ __device__ void step(AnyShared<Real>& shared, const RecurrentParams& p, const Re
   Real out = 0;
   for (int k = group; k < p.heads.K; k += Shared::kGroups) {
     Real& s = shared.state[k][column];
-    s *= shared.block.decay[slot][k];
-    error += s * shared.block.k[slot][k];
-    out += s * shared.block.q[slot][k];
+    s *= shared.tokens[slot].decay[k];
+    error += s * shared.tokens[slot].k[k];
+    out += s * shared.tokens[slot].q[k];
   }
   auto& sums = shared.sums[slot % 2];
   sums[group][0][column] = error;
@@ -42,16 +42,16 @@ __device__ void step(AnyShared<Real>& shared, const RecurrentParams& p, const Re
     error += sums[g][0][column];
     out += sums[g][1][column];
   }
-  const Real rk = shared.block.rk[slot];
-  const Real u = shared.block.beta[slot] * (shared.block.v[slot][column] - rk * error);
+  const Real rk = shared.tokens[slot].rk;
+  const Real u = shared.tokens[slot].beta * (shared.tokens[slot].v[column] - rk * error);
   for (int k = group; k < p.heads.K; k += Shared::kGroups) {
-    shared.state[k][column] += shared.block.k[slot][k] * (rk * u);
+    shared.state[k][column] += shared.tokens[slot].k[k] * (rk * u);
   }
   if (group == 0 && tile.v0 + column < p.heads.V) {
     store<Real>(p.o,
                 token_offset(p.o, tile.tokens.batch, tile.tokens.begin + token, tile.hv) +
                     (tile.v0 + column) * p.o.stride[3],
-                shared.block.rq[slot] * out + shared.block.qk[slot] * u);
+                shared.tokens[slot].rq * out + shared.tokens[slot].qk * u);
   }
 }
 
@@ -81,9 +81,9 @@ __global__ void __launch_bounds__(kAnyThreads)
     }
     const int64_t length = tile.tokens.end - tile.tokens.begin;
     for (int64_t first = 0; first < length; first += kTokenBlock) {
-      const int count = token_count(length, first);
+      const int count = token_count(length, first, kTokenBlock);
       __syncthreads();
-      load_block(shared.block, p, tile, first, count);
+      load_block(shared.tokens, p, tile, first, count);
       for (int slot = 0; slot < count; ++slot) step(shared, p, tile, first + slot, slot);
     }
     if (p.final_state.data && inside) {

@@ -56,9 +56,9 @@ __device__ __forceinline__ RecurrentTile recurrent_tile(const RecurrentParams& p
   return tile;
 }
 
-/// How many tokens of `length` a block of tokens from `first` on holds; 0 from `length` on.
-__device__ __forceinline__ int token_count(int64_t length, int64_t first) {
-  return static_cast<int>(clamp_index(length - first, 0, kTokenBlock));
+/// How many tokens of `length` a block of up to `block` from `first` on holds; 0 from `length` on.
+__device__ __forceinline__ int token_count(int64_t length, int64_t first, int block) {
+  return static_cast<int>(clamp_index(length - first, 0, block));
 }
 
 /// Zeros in o for all tokens of a tile.
@@ -75,17 +75,18 @@ __device__ void write_zeros(const RecurrentParams& p, const RecurrentTile& tile,
   }
 }
 
-/// Inputs of up to kTokenBlock tokens. The norms of q and k are factors of their own.
+/// Inputs of a token. The norms of q and k are factors of their own.
 template <class Real, int K, int COLUMNS>
-struct TokenBlock {
-  alignas(16) Real q[kTokenBlock][K];
-  alignas(16) Real k[kTokenBlock][K];
-  alignas(16) Real decay[kTokenBlock][K];
-  alignas(16) Real v[kTokenBlock][COLUMNS];
-  Real beta[kTokenBlock];
-  Real rq[kTokenBlock];  ///< 1 / |q| times the scale
-  Real rk[kTokenBlock];
-  Real qk[kTokenBlock];  ///< <q, k> with both factors
+struct alignas(16) Token {
+  Real q[K];
+  Real k[K];
+  Real decay[K];
+  Real v[COLUMNS];
+  Real o[COLUMNS];  ///< the result
+  Real beta;
+  Real rq;  ///< 1 / |q| times the scale
+  Real rk;
+  Real qk;  ///< <q, k> with both factors
 };
 
 template <class Real>
@@ -97,9 +98,8 @@ __device__ __forceinline__ Real lane_sum(Real x) {
 /// The channel tid % K of q, k and the decay of every token. kTokenBatch tokens are asked for
 /// before the first is converted. fp64 does not clamp the decay: exp(-inf) = 0.
 template <class Real, int K, int COLUMNS>
-__device__ __forceinline__ void load_keys(TokenBlock<Real, K, COLUMNS>& block,
-                                          const RecurrentParams& p, const RecurrentTile& tile,
-                                          int64_t token, int count) {
+__device__ __forceinline__ void load_keys(Token<Real, K, COLUMNS>* tokens, const RecurrentParams& p,
+                                          const RecurrentTile& tile, int64_t token, int count) {
   const int c = static_cast<int>(threadIdx.x) % K;
   const int step = static_cast<int>(blockDim.x) / K;
   const int64_t h = divide(tile.hv, p.heads.group).quotient;
@@ -129,15 +129,15 @@ __device__ __forceinline__ void load_keys(TokenBlock<Real, K, COLUMNS>& block,
         const Real value = gate_value(p.gate, gate, convert<Real>(raw[j], g.dtype));
         decay = exp(sizeof(Real) == 4 ? clamp_gate(value) : value);
       }
-      block.q[slot][c] = inside ? convert<Real>(q[j], p.q.dtype) : Real(0);
-      block.k[slot][c] = inside ? convert<Real>(k[j], p.k.dtype) : Real(0);
-      block.decay[slot][c] = decay;
+      tokens[slot].q[c] = inside ? convert<Real>(q[j], p.q.dtype) : Real(0);
+      tokens[slot].k[c] = inside ? convert<Real>(k[j], p.k.dtype) : Real(0);
+      tokens[slot].decay[c] = decay;
     }
   }
 }
 
 template <class Real, int K, int COLUMNS>
-__device__ __forceinline__ void load_values(TokenBlock<Real, K, COLUMNS>& block,
+__device__ __forceinline__ void load_values(Token<Real, K, COLUMNS>* tokens,
                                             const RecurrentParams& p, const RecurrentTile& tile,
                                             int64_t token, int count) {
   const int64_t batch = tile.tokens.batch;
@@ -145,7 +145,7 @@ __device__ __forceinline__ void load_values(TokenBlock<Real, K, COLUMNS>& block,
        e += static_cast<int>(blockDim.x)) {
     const int slot = e / COLUMNS;
     const int64_t v = tile.v0 + e % COLUMNS;
-    block.v[slot][e % COLUMNS] =
+    tokens[slot].v[e % COLUMNS] =
         v < p.heads.V
             ? load<Real>(p.v, token_offset(p.v, batch, token + slot, tile.hv) + v * p.v.stride[3])
             : Real(0);
@@ -153,12 +153,12 @@ __device__ __forceinline__ void load_values(TokenBlock<Real, K, COLUMNS>& block,
   const int slot = static_cast<int>(threadIdx.x);
   if (slot >= count) return;
   const Real x = load<Real>(p.beta, token_offset(p.beta, batch, token + slot, tile.hv));
-  block.beta[slot] = p.beta_sigmoid ? static_cast<Real>(p.beta_factor) * sigmoid(x) : x;
+  tokens[slot].beta = p.beta_sigmoid ? static_cast<Real>(p.beta_factor) * sigmoid(x) : x;
 }
 
 /// One warp a token.
 template <class Real, int K, int COLUMNS>
-__device__ __forceinline__ void find_norms(TokenBlock<Real, K, COLUMNS>& block,
+__device__ __forceinline__ void find_norms(Token<Real, K, COLUMNS>* tokens,
                                            const RecurrentParams& p, int count) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   for (int slot = static_cast<int>(threadIdx.x) / 32; slot < count;
@@ -166,8 +166,8 @@ __device__ __forceinline__ void find_norms(TokenBlock<Real, K, COLUMNS>& block,
     Real qq = 0, kk = 0, qk = 0;
 #pragma unroll
     for (int c = lane; c < K; c += 32) {
-      const Real q = block.q[slot][c];
-      const Real k = block.k[slot][c];
+      const Real q = tokens[slot].q[c];
+      const Real k = tokens[slot].k[c];
       qq += q * q;
       kk += k * k;
       qk += q * k;
@@ -180,22 +180,22 @@ __device__ __forceinline__ void find_norms(TokenBlock<Real, K, COLUMNS>& block,
     }
     qk = lane_sum(qk);
     if (lane != 0) continue;
-    block.rq[slot] = rq;
-    block.rk[slot] = rk;
-    block.qk[slot] = rq * rk * qk;
+    tokens[slot].rq = rq;
+    tokens[slot].rk = rk;
+    tokens[slot].qk = rq * rk * qk;
   }
 }
 
 /// Tokens first.. of a tile, `count` of them, ready for use. Starts with nothing in use and ends
 /// with a barrier.
 template <class Real, int K, int COLUMNS>
-__device__ __forceinline__ void load_block(TokenBlock<Real, K, COLUMNS>& block,
+__device__ __forceinline__ void load_block(Token<Real, K, COLUMNS>* tokens,
                                            const RecurrentParams& p, const RecurrentTile& tile,
                                            int64_t first, int count) {
-  load_keys(block, p, tile, tile.tokens.begin + first, count);
-  load_values(block, p, tile, tile.tokens.begin + first, count);
+  load_keys(tokens, p, tile, tile.tokens.begin + first, count);
+  load_values(tokens, p, tile, tile.tokens.begin + first, count);
   __syncthreads();
-  find_norms(block, p, count);
+  find_norms(tokens, p, count);
   __syncthreads();
 }
 
