@@ -176,8 +176,8 @@ void finish_keys(const Run& run, const Head& head, int64_t c, const Chunk& chunk
   }
   if (g + 1 < s.G) return;
   if (run.problem.qk_l2norm) {
-    normalise_backward(w.chunk.q, w.dq2, s.ldk, rows, s.Kp, w.chunk.rq);
-    normalise_backward(w.chunk.k, w.z, s.ldk, rows, s.Kp, w.chunk.rk);
+    normalise_backward(w.chunk.q, w.dq2, s.ldk, rows, s.K, s.Kp, w.chunk.rq);
+    normalise_backward(w.chunk.k, w.z, s.ldk, rows, s.K, s.Kp, w.chunk.rk);
   }
   store_tile(w.dq2, s.ldk, run.tokens(TensorId::kDq, chunk, head.h), chunk.tokens, s.K);
   store_tile(w.z, s.ldk, run.tokens(TensorId::kDk, chunk, head.h), chunk.tokens, s.K);
@@ -312,8 +312,10 @@ Kernel chunk_backward_kernel() {
   return {Operation::kChunkBackward,
           TaskKind::kSequenceHead,
           [](const Problem& problem) { return scratch_floats<BackwardScratch>(problem); },
-          [](const Run& run, const Task& task) { HWY_DYNAMIC_DISPATCH(chunk_backward)
-                                                 (run, task); },
+          [](const Run& run, const Task& task) {
+            HWY_DYNAMIC_DISPATCH(chunk_backward)
+            (run, task);
+          },
           [](const Problem& problem) {
             const Dims s(problem);
             return problem.sequences() * problem.sizes.HV * (s.Kp + 1) *

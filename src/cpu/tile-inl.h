@@ -266,13 +266,17 @@ inline void normalise_rows(float* tile, int64_t ld, int64_t rows, int64_t width,
   }
 }
 
-/// (3.3): dy to dx in place, y the normalised rows.
-inline void normalise_backward(const float* y, float* dy, int64_t ld, int64_t rows, int64_t width,
-                               const float* r) {
+/// (3.3): dy to dx in place, y the normalised rows of K values padded to width.
+inline void normalise_backward(const float* y, float* dy, int64_t ld, int64_t rows, int64_t K,
+                               int64_t width, const float* r) {
   const Floats d;
   for (int64_t i = 0; i < rows; ++i) {
     const float* row = y + i * ld;
     float* gradient = dy + i * ld;
+    if (K == 1) {  // dy lies along y: 1 - y^2 = eps r^2 exactly, but a rounded y loses it
+      gradient[0] *= 1e-6f * r[i] * r[i] * r[i];
+      continue;
+    }
     const Vec along = hn::Set(d, dot(row, gradient, width));
     const Vec factor = hn::Set(d, r[i]);
     for_vectors(width, [&](int64_t c) HWY_ATTR {
