@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-case_file=tests/data/real/lm_layer1_softplus.safetensors
+case_file=tests/data/lm_layer1_softplus.safetensors
 build=build/demo
 case ${1:-} in
   '') tools/setup.sh --build ;;

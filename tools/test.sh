@@ -33,11 +33,9 @@ if command -v ccache >/dev/null; then
     -DCMAKE_CUDA_COMPILER_LAUNCHER=ccache)
 fi
 
-build() {  # preset, configure options...
-  local preset=$1
-  shift
-  cmake --preset "$preset" --log-level=WARNING -Wno-dev "${launchers[@]}" "$@"
-  cmake --build --preset "$preset" --parallel "$jobs"
+build() {  # preset, target (everything if absent)
+  cmake --preset "$1" --log-level=WARNING -Wno-dev "${launchers[@]}"
+  cmake --build --preset "$1" --parallel "$jobs" --target "${2:-all}"
 }
 
 test_all() {  # preset, ctest options...
@@ -69,7 +67,7 @@ step_tsan() {
 }
 
 step_fuzz() {
-  build fuzz
+  build fuzz tests/fuzz/all
   local targets seconds target
   mapfile -t targets < <(find build/fuzz/tests/fuzz -maxdepth 1 -type f -name 'fuzz_*' -perm -u+x)
   seconds=$((${KDA_FUZZ_SECONDS:-60} / ${#targets[@]}))
@@ -77,7 +75,7 @@ step_fuzz() {
     local name=${target##*/}
     mkdir -p "build/fuzz/corpus/$name"
     (cd build/fuzz && "../../$target" -max_total_time="$seconds" -timeout=10 -rss_limit_mb=2048 \
-      -print_final_stats=1 "corpus/$name" "../../tests/fuzz/corpus/${name#fuzz_}")
+      -verbosity=0 -print_final_stats=1 "corpus/$name" "../../tests/fuzz/corpus/${name#fuzz_}")
   done
 }
 

@@ -18,6 +18,9 @@ namespace {
 
 constexpr std::size_t kCpuWorkspaceAlignment = 64;
 constexpr std::size_t kCudaWorkspaceAlignment = 256;
+// OpenMP ends the process when the system refuses a thread, so that a slip must not ask for
+// millions.
+constexpr int32_t kMaxThreads = 1024;
 
 /// The words of a list separated by commas or spaces.
 std::vector<std::string_view> split(std::string_view list) {
@@ -94,9 +97,9 @@ struct Question {
 
 Result<Question> prepare(const Problem& problem, const Device& device, const Options& options) {
   if (Status status = check_device(device); !status.ok()) return status;
-  if (options.threads < 0) {
+  if (options.threads < 0 || options.threads > kMaxThreads) {
     return Status(StatusCode::kInvalidArgument,
-                  fmt::format("threads: found {}, expected 0 or more", options.threads));
+                  fmt::format("threads: found {}, expected 0..{}", options.threads, kMaxThreads));
   }
   Result<Problem> validated = problem.validated();
   if (!validated.ok()) return validated.status();

@@ -119,8 +119,7 @@ inline void residual(const Dims& s, int64_t rows, const float* v, const float* b
 }
 
 /// Multiplies each row by its factor.
-inline void scale_rows(float* tile, const float* factor, int64_t ld, int64_t rows,
-                       int64_t width) {
+inline void scale_rows(float* tile, const float* factor, int64_t ld, int64_t rows, int64_t width) {
   const Floats d;
   for (int64_t i = 0; i < rows; ++i) {
     const Vec f = hn::Set(d, factor[i]);
@@ -183,9 +182,7 @@ inline void diagonal_scores(const Dims& s, int64_t first, int64_t last, const fl
   alignas(64) float running[256];
   for (int64_t j = first; j < last; ++j) {
     const float* kj = k + j * s.ldk;
-    for_vectors(s.Kp, [&](int64_t c) HWY_ATTR {
-      hn::Store(hn::Load(d, kj + c), d, running + c);
-    });
+    for_vectors(s.Kp, [&](int64_t c) HWY_ATTR { hn::Store(hn::Load(d, kj + c), d, running + c); });
     aqk[j * s.ldc + j] = scale * dot(q + j * s.ldk, kj, s.Kp);
     for (int64_t i = j + 1; i < last; ++i) {
       const int64_t at = i * s.ldk;
@@ -221,10 +218,9 @@ inline void invert_block(const float (*l)[kBlock], float* out, int64_t ld) {
 
 /// (4.4)-(4.6): aqk [rows, C], zero above the diagonal, and the system I + L as `solver`: its
 /// blocks below the diagonal are those of L, its diagonal blocks are inverted.
-HWY_NOINLINE inline void chunk_scores(const Dims& s, int64_t tokens, const float* q,
-                                      const float* k, const float* decay, const float* beta,
-                                      float scale, const IntraTiles& t, float* aqk,
-                                      float* solver) {
+HWY_NOINLINE inline void chunk_scores(const Dims& s, int64_t tokens, const float* q, const float* k,
+                                      const float* decay, const float* beta, float scale,
+                                      const IntraTiles& t, float* aqk, float* solver) {
   const int64_t rows = padded(tokens);
   zero_tile(aqk, s.ldc, rows, s.C);
   build_columns(s, rows, k, decay, t.a, t.total);
@@ -248,13 +244,33 @@ HWY_NOINLINE inline void chunk_scores(const Dims& s, int64_t tokens, const float
   }
 }
 
+/// c = alpha T b (+ c) for a triangular block T. What lies on the other side of its diagonal is not
+/// multiplied, not even as zeros: a NaN or infinity in a row of b reaches only what depends on it.
+template <bool kUpper>
+HWY_NOINLINE void multiply_triangle(const Left& t, const float* HWY_RESTRICT b,
+                                    float* HWY_RESTRICT c, int64_t ld, int64_t width,
+                                    const Sink& sink) {
+  const Floats d;
+  for_vectors(width, [&](int64_t col) HWY_ATTR {
+    for (int64_t i = 0; i < kBlock; ++i) {
+      const float* row = t.data + i * t.row;
+      const int64_t end = kUpper ? kBlock : i + 1;
+      Vec sum = hn::Zero(d);
+      for (int64_t p = kUpper ? i : 0; p < end; ++p) {
+        sum = hn::MulAdd(hn::Set(d, row[p * t.col]), hn::Load(d, b + p * ld + col), sum);
+      }
+      sink_vector(d, sum, c + i * ld + col, sink, hn::Set(d, 1.0f));
+    }
+  });
+}
+
 /// x = A y with A = (I + L)^-1, block by block; y is overwritten.
 inline void solve(const Dims& s, int64_t rows, const float* solver, float* y, float* x, int64_t ld,
                   int64_t width) {
   for (int64_t i = 0; i < rows; i += kBlock) {
     const float* row = solver + i * s.ldc;
     if (i > 0) gemm(kBlock, width, i, {row, s.ldc, 1}, x, ld, y + i * ld, ld, {-1, true});
-    gemm(kBlock, width, kBlock, {row + i, s.ldc, 1}, y + i * ld, ld, x + i * ld, ld);
+    multiply_triangle<false>({row + i, s.ldc, 1}, y + i * ld, x + i * ld, ld, width, {});
   }
 }
 
@@ -267,24 +283,32 @@ inline void solve_transposed(const Dims& s, int64_t rows, const float* solver, f
       gemm(kBlock, width, rows - next, {solver + next * s.ldc + i, 1, s.ldc}, x + next * ld, ld,
            y + i * ld, ld, {-1, true});
     }
-    gemm(kBlock, width, kBlock, {solver + i * s.ldc + i, 1, s.ldc}, y + i * ld, ld, x + i * ld, ld);
+    multiply_triangle<true>({solver + i * s.ldc + i, 1, s.ldc}, y + i * ld, x + i * ld, ld, width,
+                            {});
   }
 }
 
-/// c (+)= M b with M [rows, rows] lower triangular, zero above the diagonal inside its blocks.
+/// c = alpha M b (+ c) with M [rows, rows] lower triangular.
 inline void multiply_lower(const Dims& s, int64_t rows, const float* m, const float* b, float* c,
                            int64_t ld, int64_t width, const Sink& sink = {}) {
   for (int64_t i = 0; i < rows; i += kBlock) {
-    gemm(kBlock, width, i + kBlock, {m + i * s.ldc, s.ldc, 1}, b, ld, c + i * ld, ld, sink);
+    const float* row = m + i * s.ldc;
+    multiply_triangle<false>({row + i, s.ldc, 1}, b + i * ld, c + i * ld, ld, width, sink);
+    if (i > 0) gemm(kBlock, width, i, {row, s.ldc, 1}, b, ld, c + i * ld, ld, {sink.alpha, true});
   }
 }
 
-/// c (+)= M^T b, M as above.
+/// c = alpha M^T b (+ c), M as above.
 inline void multiply_lower_transposed(const Dims& s, int64_t rows, const float* m, const float* b,
                                       float* c, int64_t ld, int64_t width, const Sink& sink = {}) {
   for (int64_t i = 0; i < rows; i += kBlock) {
-    gemm(kBlock, width, rows - i, {m + i * s.ldc + i, 1, s.ldc}, b + i * ld, ld, c + i * ld, ld,
-         sink);
+    const float* column = m + i * s.ldc + i;
+    multiply_triangle<true>({column, 1, s.ldc}, b + i * ld, c + i * ld, ld, width, sink);
+    const int64_t next = i + kBlock;
+    if (next < rows) {
+      gemm(kBlock, width, rows - next, {column + kBlock * s.ldc, 1, s.ldc}, b + next * ld, ld,
+           c + i * ld, ld, {sink.alpha, true});
+    }
   }
 }
 

@@ -11,7 +11,7 @@
 //     dq2, z, dkc through the scores, then dq, dk, dbeta, dg and the gate
 //   finish, per value head    dA_log and ddt_bias: sums over sequences in order
 //
-// Scratch in floats, at K = V = 128, C = 64: tiles 290 k (1.1 MB a thread), and for each chunk of
+// Scratch in floats, at K = V = 128, C = 64: tiles 280 k (1.1 MB a thread), and for each chunk of
 // the longest possible sequence v' 9 k, aqk and system 10 k, h 18 k (not with a saved fp32 h).
 // With more than one value head a group, dq and dk sums of [T, K] each.
 #undef HWY_TARGET_INCLUDE
@@ -176,8 +176,8 @@ void finish_keys(const Run& run, const Head& head, int64_t c, const Chunk& chunk
   }
   if (g + 1 < s.G) return;
   if (run.problem.qk_l2norm) {
-    normalise_backward(w.chunk.q, w.dq2, s.ldk, rows, s.Kp, w.chunk.rq);
-    normalise_backward(w.chunk.k, w.z, s.ldk, rows, s.Kp, w.chunk.rk);
+    normalise_backward(w.chunk.q, w.dq2, s.ldk, rows, s.K, s.Kp, w.chunk.rq);
+    normalise_backward(w.chunk.k, w.z, s.ldk, rows, s.K, s.Kp, w.chunk.rk);
   }
   store_tile(w.dq2, s.ldk, run.tokens(TensorId::kDq, chunk, head.h), chunk.tokens, s.K);
   store_tile(w.z, s.ldk, run.tokens(TensorId::kDk, chunk, head.h), chunk.tokens, s.K);
@@ -189,8 +189,7 @@ void gate_backward(const Run& run, const Head& head, const Chunk& chunk, const G
   const Dims& s = run.dims;
   const Floats d;
   float* raw = w.chunk.decay;
-  load_tile(run.tokens(TensorId::kG, chunk, head.hv), chunk.tokens, s.K, raw, s.ldk,
-            chunk.tokens);
+  load_tile(run.tokens(TensorId::kG, chunk, head.hv), chunk.tokens, s.K, raw, s.ldk, chunk.tokens);
   Vec dA = hn::Zero(d);
   for_vectors(s.Kp, [&](int64_t c) HWY_ATTR {
     const Vec bias = hn::Load(d, gate.bias + c);
@@ -313,7 +312,10 @@ Kernel chunk_backward_kernel() {
   return {Operation::kChunkBackward,
           TaskKind::kSequenceHead,
           [](const Problem& problem) { return scratch_floats<BackwardScratch>(problem); },
-          [](const Run& run, const Task& task) { HWY_DYNAMIC_DISPATCH(chunk_backward)(run, task); },
+          [](const Run& run, const Task& task) {
+            HWY_DYNAMIC_DISPATCH(chunk_backward)
+            (run, task);
+          },
           [](const Problem& problem) {
             const Dims s(problem);
             return problem.sequences() * problem.sizes.HV * (s.Kp + 1) *

@@ -33,6 +33,9 @@ int64_t most_tasks(const Kernel& kernel, const Problem& problem) {
   return parts * heads_of(kernel.kind, problem.sizes);
 }
 
+// Beyond any machine, and far enough from where 64-bit byte counts end.
+constexpr double kMostBytes = 0x1p60;
+
 class CpuExecutor final : public Executor {
  public:
   CpuExecutor(const Problem& problem, const Device& device, const Kernel& kernel, int threads)
@@ -44,6 +47,12 @@ class CpuExecutor final : public Executor {
 
   std::size_t workspace_bytes() const override {
     return static_cast<std::size_t>(shared_bytes_ + threads_ * scratch_bytes());
+  }
+
+  /// workspace_bytes() without overflow.
+  double estimated_bytes() const {
+    const double scratch = static_cast<double>(scratch_) * sizeof(float);
+    return static_cast<double>(shared_bytes_) + threads_ * scratch;
   }
 
   Status run(const Args& args, void*) const override {
@@ -58,8 +67,7 @@ class CpuExecutor final : public Executor {
     const auto parts = static_cast<int64_t>(by_chunk(kernel_.kind) ? run.chunks.size()
                                                                    : run.list.sequences.size());
     const int64_t tasks = parts * heads_of(kernel_.kind, problem().sizes);
-    const int threads = static_cast<int>(std::min<int64_t>(threads_, std::max<int64_t>(tasks, 1)));
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+#pragma omp parallel for num_threads(threads_for(tasks)) schedule(dynamic, 1)
     for (int64_t task = 0; task < tasks; ++task) {
       auto* own = reinterpret_cast<float*>(scratch + omp_get_thread_num() * scratch_bytes());
       kernel_.run(run, {task, own, shared});
@@ -73,6 +81,10 @@ class CpuExecutor final : public Executor {
   }
 
  private:
+  int threads_for(int64_t tasks) const {
+    return static_cast<int>(std::clamp<int64_t>(tasks, 1, threads_));
+  }
+
   int64_t scratch_bytes() const { return scratch_ * static_cast<int64_t>(sizeof(float)); }
 
   static void list_chunks(Run& run) {
@@ -130,8 +142,7 @@ Result<std::unique_ptr<Executor>> create(const Problem& problem, const Device& d
   const int wanted = options.threads > 0 ? options.threads : omp_get_max_threads();
   const int64_t tasks = std::max<int64_t>(most_tasks(kernel, problem), 1);
   const auto threads = static_cast<int>(std::min<int64_t>(wanted, tasks));
-  return std::unique_ptr<Executor>(
-      std::make_unique<CpuExecutor>(problem, device, kernel, threads));
+  return std::unique_ptr<Executor>(std::make_unique<CpuExecutor>(problem, device, kernel, threads));
 }
 
 constexpr std::string_view kFeatures =
@@ -142,25 +153,23 @@ constexpr Implementation row(std::string_view name, Operation operation) {
   return {name, "cpu", operation, DeviceType::kCpu, kFeatures, create<kKernel>};
 }
 
+constexpr std::array kRows = {
+    row<chunk_forward_kernel>("cpu_chunk_fwd", Operation::kChunkForward),
+    row<chunk_backward_kernel>("cpu_chunk_bwd", Operation::kChunkBackward),
+    row<recurrent_kernel>("cpu_recurrent", Operation::kRecurrent),
+    row<gate_cumsum_kernel>("cpu_gate_cumsum", Operation::kGateCumsum),
+    row<intra_kernel>("cpu_intra", Operation::kIntra),
+    row<wu_kernel>("cpu_wu", Operation::kWu),
+    row<state_scan_kernel>("cpu_state_scan", Operation::kStateScan),
+    row<output_kernel>("cpu_output", Operation::kOutput),
+    row<reverse_scan_kernel>("cpu_reverse_scan", Operation::kReverseScan),
+    row<wy_backward_kernel>("cpu_wy_bwd", Operation::kWyBackward),
+    row<intra_backward_kernel>("cpu_intra_bwd", Operation::kIntraBackward),
+};
+
 }  // namespace
 }  // namespace cpu
 
-std::span<const Implementation> cpu_implementations() {
-  using namespace cpu;
-  static constexpr std::array kRows = {
-      row<chunk_forward_kernel>("cpu_chunk_fwd", Operation::kChunkForward),
-      row<chunk_backward_kernel>("cpu_chunk_bwd", Operation::kChunkBackward),
-      row<recurrent_kernel>("cpu_recurrent", Operation::kRecurrent),
-      row<gate_cumsum_kernel>("cpu_gate_cumsum", Operation::kGateCumsum),
-      row<intra_kernel>("cpu_intra", Operation::kIntra),
-      row<wu_kernel>("cpu_wu", Operation::kWu),
-      row<state_scan_kernel>("cpu_state_scan", Operation::kStateScan),
-      row<output_kernel>("cpu_output", Operation::kOutput),
-      row<reverse_scan_kernel>("cpu_reverse_scan", Operation::kReverseScan),
-      row<wy_backward_kernel>("cpu_wy_bwd", Operation::kWyBackward),
-      row<intra_backward_kernel>("cpu_intra_bwd", Operation::kIntraBackward),
-  };
-  return kRows;
-}
+std::span<const Implementation> cpu_implementations() { return cpu::kRows; }
 
 }  // namespace kda

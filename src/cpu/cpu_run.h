@@ -106,8 +106,8 @@ struct Task {
 struct ChunkTiles {
   ChunkTiles(const Dims& dims, Arena& arena);
 
-  float* q;      ///< normalised if asked for
-  float* k;      ///< likewise
+  float* q;  ///< normalised if asked for
+  float* k;  ///< likewise
   float* v;
   float* decay;  ///< exp(g), one factor a token; 1 on padding rows
   float* pc;     ///< 2^Gamma: decay from the start of the chunk to the row, inclusive
@@ -115,7 +115,7 @@ struct ChunkTiles {
   float* beta;   ///< activated
   float* rq;     ///< 1 / norm of the rows of q
   float* rk;
-  float* bias;   ///< dt_bias of the head, or 0
+  float* bias;  ///< dt_bias of the head, or 0
 };
 
 /// Room for the score matrices and their gradients.

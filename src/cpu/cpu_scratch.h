@@ -65,9 +65,7 @@ struct ChunkStore {
         base_(arena.take((problem.sizes.T + s.C - 1) / s.C * (rows_ + 2 * scores_ + state_))) {}
 
   /// The states come from the caller if the forward saved them in fp32.
-  static bool keeps_h(const Problem& problem) {
-    return problem[TensorId::kH].dtype != DType::kF32;
-  }
+  static bool keeps_h(const Problem& problem) { return problem[TensorId::kH].dtype != DType::kF32; }
   float* v_new(int64_t c) const { return base_ + c * (rows_ + 2 * scores_ + state_); }
   float* aqk(int64_t c) const { return v_new(c) + rows_; }
   float* solver(int64_t c) const { return aqk(c) + scores_; }

@@ -146,8 +146,7 @@ void load_tokens(const Run& run, const Chunk& block, int64_t hv, const GateTerms
     }
     const float* q = w.q + i * s.ldk;
     const float* k = w.k + i * s.ldk;
-    tokens[i] = {q,    k,         decay, w.v + i * s.ldv, w.o + i * s.ldv,
-                 beta, run.scale, dot(q, k, s.Kp)};
+    tokens[i] = {q, k, decay, w.v + i * s.ldv, w.o + i * s.ldv, beta, run.scale, dot(q, k, s.Kp)};
   }
 }
 
@@ -228,7 +227,8 @@ HWY_EXPORT(recurrent);
 Kernel recurrent_kernel() {
   return {Operation::kRecurrent, TaskKind::kSequenceValueHead,
           [](const Problem& problem) { return scratch_floats<RecurrentScratch>(problem); },
-          [](const Run& run, const Task& task) { HWY_DYNAMIC_DISPATCH(recurrent)(run, task); }};
+          [](const Run& run, const Task& task) { HWY_DYNAMIC_DISPATCH(recurrent)
+                                                 (run, task); }};
 }
 
 }  // namespace kda::cpu

@@ -126,29 +126,33 @@ class HeadBackward {
     std::fill_n(x_.du, V_, 0.0);
     for (int64_t k = 0; k < K_; ++k) {
       double* D = x_.D + k * V_;
+      const double sq = s * x_.token.q[k];
+      const double key = x_.token.k[k];
       double inner = 0;
       for (int64_t j = 0; j < V_; ++j) {
-        D[j] += s * x_.token.q[k] * x_.d_o[j];
+        D[j] += sq * x_.d_o[j];
         inner += S[k * V_ + j] * x_.d_o[j];
-        x_.du[j] += x_.token.k[k] * D[j];
+        x_.du[j] += key * D[j];
       }
       dq[k] += s * inner;
     }
   }
 
-  /// (2.10)-(2.13), with S the state that enters the token.
+  /// (2.10)-(2.13), with S the state that enters the token and du now de.
   void through_update(const double* S, const double* u, double* dk) {
+    const double* de = x_.du;
     for (int64_t k = 0; k < K_; ++k) {
       double* D = x_.D + k * V_;
+      const double key = x_.token.k[k];
       const double decay = x_.token.decay[k];
       double column = 0;
       double row = 0;
       double dg = 0;
       for (int64_t j = 0; j < V_; ++j) {
         const double decayed = decay * S[k * V_ + j];
+        const double Dt = D[j] - key * de[j];
         column += D[j] * u[j];
-        row += decayed * x_.du[j];
-        const double Dt = D[j] - x_.token.k[k] * x_.du[j];
+        row += decayed * de[j];
         dg += decayed * Dt;
         D[j] = decay * Dt;
       }

@@ -155,8 +155,8 @@ void combine_intra(const Run& run, int64_t rows, bool first, const StageScratch&
       const Vec row = hn::Mul(b, z);
       dbeta = hn::MulAdd(z, k, dbeta);
       Vec dq = hn::Add(hn::Load(d, w.x + at), hn::MulAdd(diagonal, k, dq2));
-      Vec dk = hn::Add(hn::Load(d, w.x + rows * s.ldk + at),
-                       hn::MulAdd(diagonal, q, hn::Add(row, dkc)));
+      Vec dk =
+          hn::Add(hn::Load(d, w.x + rows * s.ldk + at), hn::MulAdd(diagonal, q, hn::Add(row, dkc)));
       if (!first) {
         dq = hn::Add(hn::Load(d, w.dq_sum + at), dq);
         dk = hn::Add(hn::Load(d, w.dk_sum + at), dk);
@@ -228,18 +228,21 @@ HWY_EXPORT(intra_backward);
 
 Kernel reverse_scan_kernel() {
   return {Operation::kReverseScan, TaskKind::kSequenceValueHead, scratch_floats<StageScratch>,
-          [](const Run& run, const Task& task) { HWY_DYNAMIC_DISPATCH(reverse_scan)(run, task); }};
+          [](const Run& run, const Task& task) { HWY_DYNAMIC_DISPATCH(reverse_scan)
+                                                 (run, task); }};
 }
 
 Kernel wy_backward_kernel() {
   return {Operation::kWyBackward, TaskKind::kChunkValueHead, scratch_floats<StageScratch>,
-          [](const Run& run, const Task& task) { HWY_DYNAMIC_DISPATCH(wy_backward)(run, task); }};
+          [](const Run& run, const Task& task) { HWY_DYNAMIC_DISPATCH(wy_backward)
+                                                 (run, task); }};
 }
 
 Kernel intra_backward_kernel() {
-  return {
-      Operation::kIntraBackward, TaskKind::kChunkHead, scratch_floats<StageScratch>,
-      [](const Run& run, const Task& task) { HWY_DYNAMIC_DISPATCH(intra_backward)(run, task); }};
+  return {Operation::kIntraBackward, TaskKind::kChunkHead, scratch_floats<StageScratch>,
+          [](const Run& run, const Task& task) {
+            HWY_DYNAMIC_DISPATCH(intra_backward)(run, task);
+          }};
 }
 
 }  // namespace kda::cpu

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include <hwy/cache_control.h>
 #include <hwy/contrib/math/math-inl.h>
 #include <hwy/highway.h>
 
@@ -46,7 +47,7 @@ HWY_INLINE hn::Vec<hn::RebindToSigned<Floats>> encode_f16(Floats d, Vec x) {
   const auto odd = hn::And(hn::ShiftRight<13>(bits), hn::Set(di, 1));
   const auto rebias = hn::Set(di, ((15 - 127) * (1 << 23)) + 0xfff);
   const auto normal = hn::ShiftRight<13>(hn::Add(hn::Add(bits, rebias), odd));
-  // Adding 2^-1 * 2^... aligns a subnormal's last bit with that of the sum, which rounds it.
+  // Added to 0.5, the last bit of a subnormal fp16 meets that of the sum: the addition rounds.
   const auto magic = hn::Set(di, ((127 - 15) + (23 - 10) + 1) << 23);
   const Vec aligned = hn::Add(magnitude, hn::BitCast(d, magic));
   const auto subnormal = hn::Sub(hn::BitCast(di, aligned), magic);
@@ -58,7 +59,7 @@ HWY_INLINE hn::Vec<hn::RebindToSigned<Floats>> encode_f16(Floats d, Vec x) {
 }
 
 /// fp32 to bf16 bits, to nearest even; NaN stays NaN.
-HWY_INLINE hn::Vec<hn::RebindToSigned<Floats>> encode_bf16(Floats d, Vec x) {
+HWY_INLINE hn::Vec<hn::RebindToSigned<Floats>> encode_bf16(Vec x) {
   const hn::RebindToSigned<Floats> di;
   const hn::RebindToUnsigned<Floats> du;
   const auto bits = hn::BitCast(du, x);
@@ -66,7 +67,6 @@ HWY_INLINE hn::Vec<hn::RebindToSigned<Floats>> encode_bf16(Floats d, Vec x) {
   const auto rounded = hn::ShiftRight<16>(hn::Add(hn::Add(bits, hn::Set(du, 0x7fffu)), odd));
   const auto quiet = hn::Or(hn::ShiftRight<16>(bits), hn::Set(du, 0x40u));
   const auto nan = hn::RebindMask(du, hn::Ne(x, x));
-  (void)d;
   return hn::BitCast(di, hn::IfThenElse(nan, quiet, rounded));
 }
 
@@ -83,8 +83,8 @@ HWY_INLINE void decode(DType dtype, const std::byte* from, float* to) {
   const auto* source = reinterpret_cast<const uint16_t*>(from);
   for_vectors(kPad, [&](int64_t c) HWY_ATTR {
     const auto bits = hn::PromoteTo(du, hn::LoadU(d16, source + c));
-    const Vec value = dtype == DType::kBF16 ? hn::BitCast(d, hn::ShiftLeft<16>(bits))
-                                            : decode_f16(d, bits);
+    const Vec value =
+        dtype == DType::kBF16 ? hn::BitCast(d, hn::ShiftLeft<16>(bits)) : decode_f16(d, bits);
     hn::Store(value, d, to + c);
   });
 }
@@ -95,13 +95,14 @@ HWY_INLINE void encode(DType dtype, const float* from, std::byte* to) {
   const hn::Rebind<uint16_t, Floats> d16;
   if (dtype == DType::kF32) {
     auto* target = reinterpret_cast<float*>(to);
-    for_vectors(kPad, [&](int64_t c) HWY_ATTR { hn::StoreU(hn::Load(d, from + c), d, target + c); });
+    for_vectors(kPad,
+                [&](int64_t c) HWY_ATTR { hn::StoreU(hn::Load(d, from + c), d, target + c); });
     return;
   }
   auto* target = reinterpret_cast<uint16_t*>(to);
   for_vectors(kPad, [&](int64_t c) HWY_ATTR {
     const Vec x = hn::Load(d, from + c);
-    const auto bits = dtype == DType::kBF16 ? encode_bf16(d, x) : encode_f16(d, x);
+    const auto bits = dtype == DType::kBF16 ? encode_bf16(x) : encode_f16(d, x);
     hn::StoreU(hn::DemoteTo(d16, bits), d16, target + c);
   });
 }
@@ -122,6 +123,9 @@ inline void copy_elements(int64_t bytes, const std::byte* from, int64_t from_ste
   return copy_words<uint32_t>(from, from_step, to, to_step, count);
 }
 
+/// Rows that load_tile asks for ahead of use.
+constexpr int64_t kAhead = 8;
+
 /// Rows 0..rows-1 of a tile, columns padded; whatever lies beyond `valid` rows and `columns` is 0.
 HWY_NOINLINE inline void load_tile(const Rows& source, int64_t valid, int64_t columns, float* tile,
                                    int64_t ld, int64_t rows) {
@@ -133,6 +137,12 @@ HWY_NOINLINE inline void load_tile(const Rows& source, int64_t valid, int64_t co
       continue;
     }
     const std::byte* row = source.data + r * source.row * bytes;
+    if (source.col == 1 && r + kAhead < valid) {
+      // Rows of one head lie apart in memory, which hardware prefetchers do not follow.
+      for (int64_t b = 0; b < columns * bytes; b += 64) {
+        hwy::Prefetch(row + kAhead * source.row * bytes + b);
+      }
+    }
     for (int64_t c = 0; c < columns; c += kPad) {
       const std::byte* from = row + c * source.col * bytes;
       alignas(64) std::byte gathered[kPad * 4];
@@ -218,16 +228,16 @@ HWY_NOINLINE inline void transpose(const float* from, int64_t ld_from, int64_t r
 
 /// A state from memory to a [Kp, ldv] tile; V-first states are transposed.
 inline void load_state(const Rows& source, const Dims& s, float* tile) {
-  const bool turn = source && source.row == 1 && source.dtype == DType::kF32 && s.K % 4 == 0 &&
-                    s.V % kPad == 0;
+  const bool turn =
+      source && source.row == 1 && source.dtype == DType::kF32 && s.K % 4 == 0 && s.V % kPad == 0;
   if (!turn) return load_tile(source, s.K, s.V, tile, s.ldv, s.Kp);
   transpose(reinterpret_cast<const float*>(source.data), source.col, s.V, s.K, tile, s.ldv);
   zero_tile(tile + s.K * s.ldv, s.ldv, s.Kp - s.K, s.Vp);
 }
 
 inline void store_state(const float* tile, const Dims& s, const Rows& target) {
-  const bool turn = target && target.row == 1 && target.dtype == DType::kF32 && s.K % 4 == 0 &&
-                    s.V % kPad == 0;
+  const bool turn =
+      target && target.row == 1 && target.dtype == DType::kF32 && s.K % 4 == 0 && s.V % kPad == 0;
   if (!turn) return store_tile(tile, s.ldv, target, s.K, s.V);
   transpose(tile, s.ldv, s.K, s.V, reinterpret_cast<float*>(target.data), target.col);
 }
@@ -256,13 +266,17 @@ inline void normalise_rows(float* tile, int64_t ld, int64_t rows, int64_t width,
   }
 }
 
-/// (3.3): dy to dx in place, y the normalised rows.
-inline void normalise_backward(const float* y, float* dy, int64_t ld, int64_t rows, int64_t width,
-                               const float* r) {
+/// (3.3): dy to dx in place, y the normalised rows of K values padded to width.
+inline void normalise_backward(const float* y, float* dy, int64_t ld, int64_t rows, int64_t K,
+                               int64_t width, const float* r) {
   const Floats d;
   for (int64_t i = 0; i < rows; ++i) {
     const float* row = y + i * ld;
     float* gradient = dy + i * ld;
+    if (K == 1) {  // dy lies along y: 1 - y^2 = eps r^2 exactly, but a rounded y loses it
+      gradient[0] *= 1e-6f * r[i] * r[i] * r[i];
+      continue;
+    }
     const Vec along = hn::Set(d, dot(row, gradient, width));
     const Vec factor = hn::Set(d, r[i]);
     for_vectors(width, [&](int64_t c) HWY_ATTR {

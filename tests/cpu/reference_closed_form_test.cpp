@@ -36,7 +36,7 @@ TEST(ReferenceClosedForm, OneHotKeysSeeOnlyThemselves_GRAD_11) {
     for (std::size_t t = 0; t < 40; ++t) inputs[id][t * 40 + t] = 1;
   }
   const Tensors gradients = run(want_all(backward), inputs);
-  EXPECT_EQ(gradients.at(kDg), Values(40 * 40));
+  EXPECT_EQ(gradients.at(kDg), Values(std::size_t{40} * 40));
   const Values o = run(with_operation(backward, Operation::kChunkForward), inputs).at(kO);
   Values expected = inputs[kV];
   for (std::size_t i = 0; i < expected.size(); ++i) {

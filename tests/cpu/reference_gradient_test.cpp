@@ -135,7 +135,9 @@ struct Variant {
   const char* name;
   Example (*make)(const Sizes&);
 
-  friend void PrintTo(const Variant& variant, std::ostream* stream) { *stream << variant.name; }
+  friend std::ostream& operator<<(std::ostream& stream, const Variant& variant) {
+    return stream << variant.name;
+  }
 };
 
 class Gradient : public testing::TestWithParam<Variant> {};

@@ -39,7 +39,8 @@ Tensors inputs_of(const Problem& problem) {
   if (!inputs.contains(kGamma)) return inputs;
   const auto row = static_cast<std::size_t>(problem.sizes.HV * problem.sizes.K);
   for (std::size_t i = 0; i < inputs[kGamma].size(); ++i) {
-    inputs[kGamma][i] = -0.1 * static_cast<double>(i / row);
+    const std::size_t token = i / row;
+    inputs[kGamma][i] = -0.1 * static_cast<double>(token);
   }
   return inputs;
 }

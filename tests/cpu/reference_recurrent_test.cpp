@@ -51,7 +51,7 @@ Problem pooled() {
   return problem;
 }
 
-constexpr std::size_t kStateSize = 2 * 4 * 3;
+constexpr std::size_t kStateSize = std::size_t{2} * 4 * 3;  // HV, K, V
 
 Values state_of(const Values& states, std::size_t slot) {
   Values state;
@@ -75,7 +75,7 @@ TEST(ReferenceRecurrent, PoolSlotsAreReadAndWrittenInPlaceAndOthersStay) {
   for (std::size_t slot : {1u, 2u, 3u}) {
     EXPECT_EQ(state_of(pool, slot), state_of(inputs[kInitialState], slot));
   }
-  constexpr std::size_t kRows = 2 * 2 * 3;  // T, HV, V
+  constexpr std::size_t kRows = std::size_t{2} * 2 * 3;  // T, HV, V
   for (std::size_t i = 0; i < 3 * kRows; ++i) {
     EXPECT_EQ(outputs.at(kO)[i], i / kRows == 1 ? 0 : expected.at(kO)[i]);
   }

@@ -60,7 +60,9 @@ struct Variant {
   bool with_state;
   std::vector<int64_t> lengths;  ///< packed if there are any
 
-  friend void PrintTo(const Variant& variant, std::ostream* stream) { *stream << variant.name; }
+  friend std::ostream& operator<<(std::ostream& stream, const Variant& variant) {
+    return stream << variant.name;
+  }
 };
 
 class Stages : public testing::TestWithParam<Variant> {
@@ -156,8 +158,8 @@ TEST(ReferenceStages, TheInverseTimesItsMatrixIsOne) {
   for (double& beta : tensors[kBeta]) beta *= 2;
   const Values A = run(want_all(intra), tensors).at(kA);
   const Values& k = tensors.at(kK);
-  Values product(64 * 64);
-  Values identity(64 * 64);
+  Values product(std::size_t{64} * 64);
+  Values identity(std::size_t{64} * 64);
   for (std::size_t i = 0; i < 64; ++i) {
     identity[i * 64 + i] = 1;
     for (std::size_t j = 0; j < 64; ++j) {
@@ -178,22 +180,22 @@ TEST(ReferenceStages, TheGradientOfLIsTheSandwichOfM) {
   Tensors t = random_inputs(whole, 13);
   run_stages(whole, kForwardStages, t);
   run_stages(whole, kBackwardStages, t);
-  constexpr std::size_t n = 20;
-  constexpr std::size_t C = 64;
-  Values inner(n * n);  // tril(M . beta, -1); h = 0, so that M is dv' v^T
-  for (std::size_t i = 0; i < n; ++i) {
+  constexpr std::size_t kRows = 20;
+  constexpr std::size_t kC = 64;
+  Values inner(kRows * kRows);  // tril(M . beta, -1); h = 0, so that M is dv' v^T
+  for (std::size_t i = 0; i < kRows; ++i) {
     for (std::size_t j = 0; j < i; ++j) {
       for (std::size_t x = 0; x < 4; ++x) {
-        inner[i * n + j] += t[kDvNew][i * 4 + x] * t[kV][j * 4 + x] * t[kBeta][j];
+        inner[i * kRows + j] += t[kDvNew][i * 4 + x] * t[kV][j * 4 + x] * t[kBeta][j];
       }
     }
   }
-  Values dL(n * C);
-  for (std::size_t i = 0; i < n; ++i) {
+  Values dL(kRows * kC);
+  for (std::size_t i = 0; i < kRows; ++i) {
     for (std::size_t j = 0; j < i; ++j) {
-      for (std::size_t a = 0; a < n; ++a) {
-        for (std::size_t b = 0; b < n; ++b) {
-          dL[i * C + j] -= t[kA][a * C + i] * inner[a * n + b] * t[kA][j * C + b];
+      for (std::size_t a = 0; a < kRows; ++a) {
+        for (std::size_t b = 0; b < kRows; ++b) {
+          dL[i * kC + j] -= t[kA][a * kC + i] * inner[a * kRows + b] * t[kA][j * kC + b];
         }
       }
     }

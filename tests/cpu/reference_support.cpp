@@ -128,7 +128,7 @@ Tensors random_inputs(const Problem& problem, unsigned seed) {
 }
 
 Result<Tensors> try_run(const Problem& problem, const Tensors& inputs, const RunOptions& options) {
-  Result<Plan> plan = make_plan(problem, {}, {"reference", options.threads});
+  Result<Plan> plan = make_plan(problem, {}, {options.implementation, options.threads});
   if (!plan.ok()) return plan.status();
   const Problem& resolved = plan->problem();
   Args args;

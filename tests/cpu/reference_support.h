@@ -1,4 +1,4 @@
-// Problems, random inputs and runs for the tests of the reference family.
+// Problems, random inputs and runs for the tests of the CPU families.
 #pragma once
 
 #include <cstdint>
@@ -36,6 +36,7 @@ Tensors random_inputs(const Problem& problem, unsigned seed);
 struct RunOptions {
   int32_t threads = 0;
   bool in_place = false;
+  const char* implementation = "reference";
 };
 Result<Tensors> try_run(const Problem& problem, const Tensors& inputs,
                         const RunOptions& options = {});

@@ -182,7 +182,9 @@ RC_GTEST_PROP(Reference, GradientsAreDifferencesOfTheForward, ()) {
       {TensorId::kV, TensorId::kDv},           {TensorId::kG, TensorId::kDg},
       {TensorId::kBeta, TensorId::kDbeta},     {TensorId::kALog, TensorId::kDALog},
       {TensorId::kDtBias, TensorId::kDdtBias}, {TensorId::kInitialState, TensorId::kDinitialState}};
-  for (const auto& [input, gradient] : kPairs) {
+  for (const auto& pair : kPairs) {
+    const TensorId input = pair.first;
+    const TensorId gradient = pair.second;
     if (c.input(input) == nullptr || c.input(input)->count() == 0) continue;
     const HostTensor original = c.inputs.at(input);
     const cases::Random random(spec.seed, 500 + static_cast<uint64_t>(input));

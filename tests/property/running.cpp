@@ -153,20 +153,21 @@ Case sequence_of(const Case& c, std::size_t n) {
   return part_of(c, range.batch, range.begin, range.end, static_cast<int64_t>(n));
 }
 
+std::string other_bits(const HostTensor& a, const HostTensor& b) {
+  if (a.bytes == b.bytes) return "";
+  const auto size = size_of(a.dtype);
+  std::size_t i = 0;
+  while (std::memcmp(a.bytes.data() + i * size, b.bytes.data() + i * size, size) == 0) ++i;
+  const auto index = static_cast<int64_t>(i);
+  return fmt::format("element {}: {} and {}", index, a.get(index), b.get(index));
+}
+
 std::string other_bits(const TensorMap& a, const TensorMap& b) {
   for (const auto& [id, tensor] : a) {
     const auto found = b.find(id);
     if (found == b.end()) return fmt::format("{} is missing", name_of(id));
-    if (tensor.bytes == found->second.bytes) continue;
-    const auto size = size_of(tensor.dtype);
-    std::size_t i = 0;
-    while (std::memcmp(tensor.bytes.data() + i * size, found->second.bytes.data() + i * size,
-                       size) == 0) {
-      ++i;
-    }
-    const auto index = static_cast<int64_t>(i);
-    return fmt::format("{}[{}]: {} and {}", name_of(id), index, tensor.get(index),
-                       found->second.get(index));
+    const std::string difference = other_bits(tensor, found->second);
+    if (!difference.empty()) return fmt::format("{} {}", name_of(id), difference);
   }
   return "";
 }

@@ -53,6 +53,7 @@ cases::Case part_of(const cases::Case& c, int64_t batch, int64_t begin, int64_t 
 cases::Case sequence_of(const cases::Case& c, std::size_t n);
 
 /// "" or the first element of `a` whose bits differ in `b`.
+std::string other_bits(const cases::HostTensor& a, const cases::HostTensor& b);
 std::string other_bits(const cases::TensorMap& a, const cases::TensorMap& b);
 
 }  // namespace kda::test

@@ -1,7 +1,7 @@
 // What depends on what: public headers are light, layers point downwards.
 #include <filesystem>
 #include <fstream>
-#include <regex>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -13,9 +13,9 @@ namespace fs = std::filesystem;
 
 struct Include {
   std::string file;  // relative to the root of the sources
-  int line;
+  int line = 0;
   std::string target;
-  bool system;  // <...>
+  bool system = false;  // <...>
 };
 
 bool is_source(const fs::path& path) {
@@ -26,8 +26,22 @@ bool is_source(const fs::path& path) {
   return false;
 }
 
+/// What a line includes; an empty target if it is no #include.
+Include parse(const std::string& line) {
+  std::istringstream words(line);
+  char hash = 0;
+  std::string directive;
+  if (!(words >> hash) || hash != '#' || !(words >> directive)) return {};
+  // Both `#include <x>` and `#include<x>`.
+  const std::size_t begin = line.find_first_of("<\"");
+  if (directive.rfind("include", 0) != 0 || begin == std::string::npos) return {};
+  const bool system = line[begin] == '<';
+  const std::size_t end = line.find(system ? '>' : '"', begin + 1);
+  if (end == std::string::npos) return {};
+  return {"", 0, line.substr(begin + 1, end - begin - 1), system};
+}
+
 std::vector<Include> includes_under(const std::string& folder) {
-  static const std::regex pattern(R"(^\s*#\s*include\s*([<"])([^>"]+)[>"].*)");
   const fs::path root = KDA_SOURCE_DIR;
   std::vector<Include> found;
   if (!fs::exists(root / folder)) return found;
@@ -37,10 +51,11 @@ std::vector<Include> includes_under(const std::string& folder) {
     int number = 0;
     for (std::string line; std::getline(file, line);) {
       ++number;
-      std::smatch match;
-      if (!std::regex_match(line, match, pattern)) continue;
-      found.push_back({fs::relative(entry.path(), root).string(), number, match[2].str(),
-                       match[1].str() == "<"});
+      Include include = parse(line);
+      if (include.target.empty()) continue;
+      include.file = fs::relative(entry.path(), root).string();
+      include.line = number;
+      found.push_back(include);
     }
   }
   return found;

@@ -169,8 +169,10 @@ TEST(MakePlan, RefusesWrongDevicesAndThreads) {
             "device type: found value 5, expected cpu or cuda");
   Options options;
   options.threads = -2;
-  EXPECT_EQ(message({}, options), "threads: found -2, expected 0 or more");
+  EXPECT_EQ(message({}, options), "threads: found -2, expected 0..1024");
   EXPECT_FALSE(explain(problem, {}, options).ok()) << "explain asks what make_plan asks";
+  options.threads = 1025;
+  EXPECT_EQ(message({}, options), "threads: found 1025, expected 0..1024");
 }
 
 TEST(MakePlan, CudaThatIsNotThereIsUnsupportedWithTheReason) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <ostream>
 #include <string>
 #include <vector>
 
@@ -49,6 +50,8 @@ struct Refusal {
   Problem (*start)();
   std::function<void(Problem&)> spoil;
   std::vector<std::string> parts;
+
+  friend void PrintTo(const Refusal& refusal, std::ostream* out) { *out << refusal.name; }
 };
 
 class Refused : public testing::TestWithParam<Refusal> {};

@@ -90,7 +90,7 @@ Status read_options(const Metadata& metadata, Case& c) {
   return {};
 }
 
-Status take_tensors(std::map<std::string, HostTensor> tensors, Case& c) {
+Status take_tensors(std::map<std::string, HostTensor>&& tensors, Case& c) {
   constexpr std::string_view kExpected = "expected.";
   for (auto& [name, tensor] : tensors) {
     const bool is_expected = name.rfind(kExpected, 0) == 0;

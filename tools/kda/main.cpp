@@ -3,9 +3,10 @@
 #include <cstdio>
 #include <exception>
 #include <new>
+#include <stdexcept>
 #include <string>
+#include <system_error>
 
-#include <fmt/format.h>
 #include <CLI/CLI.hpp>
 
 #include "command.h"
@@ -125,6 +126,12 @@ int dispatch(const CLI::App& app, const Commands& commands) {
   return doctor(commands.doctor);
 }
 
+/// Standard output is gone, so only stderr can say so.
+int output_lost() {
+  std::fputs("kda: standard output: cannot be written\n", stderr);
+  return kBadInput;
+}
+
 int run_program(int argc, char** argv) {
   const bool json = std::find(argv, argv + argc, std::string("--json")) != argv + argc;
   Common common;
@@ -147,6 +154,9 @@ int run_program(int argc, char** argv) {
   }
   try {
     return dispatch(app, commands);
+  } catch (const std::system_error& error) {  // from fmt::print if it lost the output
+    if (std::ferror(stdout) != 0) return output_lost();
+    return fail(common, "", {StatusCode::kDeviceError, error.what()});
   } catch (const std::bad_alloc&) {
     return fail(common, "", {StatusCode::kOutOfMemory, "no memory for the tensors"});
   } catch (const std::length_error&) {
@@ -160,10 +170,12 @@ int run_program(int argc, char** argv) {
 }  // namespace kda::program
 
 int main(int argc, char** argv) {
-  const int code = kda::program::run_program(argc, argv);
-  if (std::fflush(stdout) != 0 && code == kda::program::kRight) {
-    fmt::print(stderr, "kda: standard output: cannot be written\n");
-    return kda::program::kBadInput;
+  namespace program = kda::program;
+  try {
+    const int code = program::run_program(argc, argv);
+    const bool lost = std::fflush(stdout) != 0 || std::ferror(stdout) != 0;
+    return lost && code == program::kRight ? program::output_lost() : code;
+  } catch (...) {  // only reporting a failure is left to fail
+    return program::output_lost();
   }
-  return code;
 }

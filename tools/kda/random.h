@@ -29,7 +29,7 @@ class Random {
         sum += static_cast<int64_t>((word >> shift) & 0xFFFF);
       }
     }
-    return static_cast<double>(2 * sum + 12 - 12 * 65536) * 0x1p-17;
+    return static_cast<double>(2 * sum + 12 - (int64_t{12} << 16)) * 0x1p-17;
   }
 
  private:

@@ -14,7 +14,7 @@ namespace kda::cases {
 /// Gives memory at multiples of 64 bytes, which is what the CPU implementations ask for.
 template <class T>
 struct AlignedAllocator {
-  using value_type = T;
+  using value_type = T;  // NOLINT(readability-identifier-naming): as allocators call it
   static constexpr std::align_val_t kAlignment{64};
 
   AlignedAllocator() = default;

@@ -1,0 +1,48 @@
+// Every instruction set in this build, on a machine that has it: the same limits hold on each.
+#include <gtest/gtest.h>
+#include <hwy/targets.h>
+
+#include "fast_support.h"
+
+namespace kda {
+namespace {
+
+/// Makes the dispatcher choose one instruction set, and all again at the end.
+class OnlyTarget {
+ public:
+  explicit OnlyTarget(int64_t target) { choose(target); }
+  OnlyTarget(const OnlyTarget&) = delete;
+  OnlyTarget& operator=(const OnlyTarget&) = delete;
+  ~OnlyTarget() { choose(0); }
+
+ private:
+  static void choose(int64_t targets) {
+    hwy::SetSupportedTargetsForTest(targets);
+    hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+  }
+};
+
+TEST(FastTargets, EachMeetsTheLimits) {
+  const FastCase cases[] = {
+      {"fp32", {1, 150, 1, 2, 60, 100}, DType::kF32, Gate::kSoftplus, true},
+      {"bf16", {1, 70, 1, 1, 64, 64}, DType::kBF16, Gate::kNone},
+      {"fp16", {1, 70, 1, 1, 32, 48}, DType::kF16, Gate::kLowerBound, true, true, true},
+  };
+  const int64_t supported = hwy::SupportedTargets();
+  for (int64_t rest = supported; rest != 0; rest &= rest - 1) {
+    const OnlyTarget only(rest & -rest);
+    SCOPED_TRACE(hwy::TargetName(rest & -rest));
+    for (const FastCase& c : cases) {
+      SCOPED_TRACE(c.name);
+      for (const Operation operation :
+           {Operation::kChunkForward, Operation::kChunkBackward, Operation::kRecurrent}) {
+        const Problem problem = problem_of(c, operation);
+        const Tensors inputs = inputs_of(c, problem, 41);
+        expect_close(run_reference(problem, inputs), run_fast(problem, inputs));
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kda

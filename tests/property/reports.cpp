@@ -1,0 +1,41 @@
+#include "property/reports.h"
+
+#include "random.h"
+
+namespace kda::test {
+
+using cases::Case;
+using cases::CaseSpec;
+using cases::HostTensor;
+using cases::TensorMap;
+
+void expect_right(const Case& c, const std::string& what) {
+  const TensorMap expected = cases::reference_outputs(c).value();
+  for (const std::string& family : families_of_cpu()) {
+    EXPECT_EQ(beyond_limits(c, run_case(c, family), expected), "") << family << " " << what;
+    EXPECT_EQ(beyond_limits(c, run_case(c, family, {DType::kF32}), expected), "")
+        << family << " with fp32 results " << what;
+  }
+}
+
+CaseSpec small_spec(int64_t T) {
+  CaseSpec spec;
+  spec.sizes = {.B = 1, .T = T, .H = 1, .HV = 1, .K = 64, .V = 64};
+  return spec;
+}
+
+void set_input(Case& c, TensorId id, const std::function<double(int64_t index)>& value) {
+  HostTensor& tensor = c.inputs.at(id);
+  for (int64_t i = 0; i < tensor.count(); ++i) tensor.set(i, value(i));
+}
+
+void give_input(Case& c, TensorId id, HostTensor tensor) {
+  c.inputs[id] = std::move(tensor);
+  c.forward = forward_problem(c);
+}
+
+double uniform(int64_t index, double low, double high) {
+  return cases::Random(7, 1).uniform(static_cast<uint64_t>(index), low, high);
+}
+
+}  // namespace kda::test

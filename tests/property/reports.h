@@ -1,0 +1,30 @@
+// What the tests named after public fault reports share.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "property/running.h"
+
+namespace kda::test {
+
+/// Every CPU implementation is within the limits of 7.3 of the float64 recurrence, forward and
+/// backward, with the public dtypes and with fp32 results.
+void expect_right(const cases::Case& c, const std::string& what = "");
+
+/// One gradient-bearing case with H = HV = 1, K = V = 64, fp32 unless changed.
+cases::CaseSpec small_spec(int64_t T);
+
+/// Replaces an input, element by element; `index` counts in index order.
+void set_input(cases::Case& c, TensorId id, const std::function<double(int64_t index)>& value);
+
+/// An input of another shape or dtype, or one that was absent; layouts of the problem follow.
+void give_input(cases::Case& c, TensorId id, cases::HostTensor tensor);
+
+/// 0, 1, ... of the first `count` numbers of a fixed stream: uniform in [low, high).
+double uniform(int64_t index, double low, double high);
+
+}  // namespace kda::test

@@ -1,0 +1,651 @@
+// Fault reports on states, packing, grouping, strides and head sizes. Each name carries its id.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "property/reports.h"
+
+namespace kda::test {
+namespace {
+
+using cases::Case;
+using cases::CaseSpec;
+using cases::Family;
+using cases::HostTensor;
+using cases::TensorMap;
+
+using enum TensorId;
+
+Problem recurrent_problem(const Case& c) {
+  Problem problem = forward_problem(c);
+  problem.operation = Operation::kRecurrent;
+  return problem;
+}
+
+/// Hands `state` over tokens [begin, end) of a one-row case, by chunks or token by token.
+struct Hand {
+  const Case& c;
+  std::string family;
+  HostTensor state;
+  TensorMap last;
+
+  void go(int64_t begin, int64_t end, bool chunks) {
+    Case part = part_of(c, 0, begin, end, 0);
+    part.inputs[kInitialState] = state;
+    part.forward = forward_problem(part);
+    last = run_operation(chunks ? forward_problem(part) : recurrent_problem(part), part.inputs,
+                         choosing(family));
+    state = last.at(kFinalState);
+  }
+};
+
+TEST(Reports, DECODE_01_PrefillAndDecodeAgree) {
+  CaseSpec spec = small_spec(256);
+  spec.io = DType::kBF16;
+  spec.gradients = false;
+  const Case c = cases::generate(spec);
+  const TensorMap expected = cases::reference_outputs(c).value();
+  expect_right(c, "chunks");
+  for (const std::string& family : families_of_cpu()) {
+    TensorMap results = run_operation(recurrent_problem(c), c.inputs, choosing(family));
+    EXPECT_EQ(beyond_limits(c, results, expected), "") << family << " step by step";
+    const TensorMap whole = run_case(c, family);
+    Hand hand{c, family, c.inputs.at(kInitialState), {}};
+    hand.go(0, 128, true);
+    hand.go(128, 256, true);
+    if (family == "cpu") {  // whose state is fp32; that of the reference was rounded on the way
+      EXPECT_EQ(other_bits(tokens_of(whole.at(kO), 0, 128, 256), hand.last.at(kO)), "")
+          << "a replay from a boundary of chunks repeats the tail";
+    }
+    hand.state = c.inputs.at(kInitialState);
+    hand.go(0, 128, true);
+    for (int64_t t = 128; t < 256; ++t) hand.go(t, t + 1, false);
+    results[kFinalState] = hand.state;
+    EXPECT_EQ(beyond_limits(c, results, expected), "") << family << " prefill, then steps";
+  }
+}
+
+TEST(Reports, DECODE_02_OneMoreTokenIsOneStep) {
+  for (const int64_t T : {1, 2, 63, 64, 65, 100, 128, 129}) {
+    CaseSpec spec = small_spec(T);
+    spec.gradients = false;
+    const Case c = cases::generate(spec);
+    const TensorMap expected = cases::reference_outputs(c).value();
+    for (const std::string& family : families_of_cpu()) {
+      Hand hand{c, family, c.inputs.at(kInitialState), {}};
+      hand.go(0, T - 1, true);
+      hand.go(T - 1, T, false);
+      TensorMap results = run_case(c, family);
+      EXPECT_EQ(beyond_limits(c, results, expected), "") << family;
+      results[kFinalState] = hand.state;
+      std::copy(
+          hand.last.at(kO).bytes.begin(), hand.last.at(kO).bytes.end(),
+          results.at(kO).bytes.end() - static_cast<std::ptrdiff_t>(hand.last.at(kO).bytes.size()));
+      EXPECT_EQ(beyond_limits(c, results, expected), "") << family << " T " << T;
+    }
+  }
+}
+
+TEST(Reports, STATE_01_BothStateLayouts) {
+  for (const int64_t V : {64, 128}) {
+    for (const bool v_first : {false, true}) {
+      CaseSpec spec = small_spec(130);
+      spec.sizes.K = 128;
+      spec.sizes.V = V;
+      spec.state_v_first = v_first;
+      const Case c = cases::generate(spec);
+      expect_right(c);
+      const TensorMap expected = cases::reference_outputs(c).value();
+      for (const std::string& family : families_of_cpu()) {
+        Hand hand{c, family, c.inputs.at(kInitialState), {}};
+        hand.go(0, 128, true);
+        hand.go(128, 129, false);
+        hand.go(129, 130, false);
+        const cases::Difference d =
+            cases::compare(c, kFinalState, hand.state, expected.at(kFinalState));
+        EXPECT_LT(d.ratio, 1e-5) << family;
+      }
+    }
+  }
+}
+
+TEST(Reports, STATE_03_FinalStateOnlyIfAskedFor) {
+  for (const bool asked : {false, true}) {
+    for (const bool state : {false, true}) {
+      for (const bool packed : {false, true}) {
+        CaseSpec spec = small_spec(70);
+        spec.initial_state = state;
+        if (packed) spec.cu_seqlens = {0, 20, 70};
+        const Case c = cases::generate(spec);
+        const TensorMap expected = cases::reference_outputs(c).value();
+        Problem problem = forward_problem(c);
+        if (!asked) problem.set(kFinalState, DType::kNone);
+        for (const std::string& family : families_of_cpu()) {
+          const TensorMap results = run_operation(problem, c.inputs, choosing(family));
+          EXPECT_EQ(results.count(kFinalState), asked ? 1u : 0u);
+          TensorMap wanted{{kO, expected.at(kO)}};
+          if (asked) wanted[kFinalState] = expected.at(kFinalState);
+          EXPECT_EQ(beyond_limits(c, results, wanted), "") << family;
+          if (asked) {
+            EXPECT_EQ(results.at(kFinalState).dtype, DType::kF32);
+            EXPECT_EQ(results.at(kFinalState).shape[0], packed ? 2 : 1);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Reports, STATE_04_ReducedStatesAreTaken) {
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    Case c = cases::generate(small_spec(100));
+    give_input(c, kInitialState, cases::converted(c.inputs.at(kInitialState), dtype));
+    give_input(c, kDfinalState, cases::converted(c.inputs.at(kDfinalState), dtype));
+    expect_right(c);
+  }
+}
+
+TEST(Reports, STATE_05_TwoCallsAreEqualAndInputsStay) {
+  for (const bool gradients : {false, true}) {
+    CaseSpec spec = small_spec(100);
+    spec.gradients = gradients;
+    const Case c = cases::generate(spec);
+    for (const std::string& family : families_of_cpu()) {
+      Conditions conditions = choosing(family);
+      conditions.repeat = true;  // the harness compares inputs and both results bit for bit
+      run_case(c, conditions);
+    }
+  }
+}
+
+// Results do not depend on what outputs and workspace held before: NaN here, zeros there.
+TEST(Reports, STATE_09_PoisonChangesNothing) {
+  CaseSpec spec = small_spec(100);
+  spec.gate = Gate::kSoftplus;
+  const Case c = cases::generate(spec);
+  for (const std::string& family : families_of_cpu()) {
+    const Options options = choosing(family).options;
+    for (const Problem& problem : {forward_problem(c), backward_problem(c)}) {
+      const auto clean = cases::execute_operation(problem, c.inputs, {}, options);
+      ASSERT_TRUE(clean.ok()) << clean.status().message();
+      EXPECT_EQ(other_bits(clean->outputs, run_operation(problem, c.inputs, choosing(family))), "");
+    }
+  }
+}
+
+// The decay of a whole chunk comes from its last row, whichever row that is.
+TEST(Reports, STATE_11_ChunkDecayIsThatOfItsLastRow) {
+  for (const int64_t T : {64, 128, 192, 192 + 61}) {
+    CaseSpec spec = small_spec(T);
+    spec.initial_state = spec.gradients = false;
+    Case c = cases::generate(spec);
+    const auto decayed = [](int64_t t) { return t % 64 >= 57; };
+    set_input(c, kG, [&](int64_t i) { return decayed(i / 64) ? -1.0 : 0.0; });
+    set_input(c, kBeta, [](int64_t t) { return t == 0 ? 1.0 : 0.0; });
+    double log_decay = 0;
+    for (int64_t t = 1; t < T; ++t) log_decay -= decayed(t) ? 1 : 0;
+    for (const std::string& family : families_of_cpu()) {
+      const HostTensor state = run_case(c, family).at(kFinalState);
+      for (int64_t k = 0; k < 64; ++k) {
+        for (int64_t v = 0; v < 64; ++v) {
+          const double exact =
+              std::exp(log_decay) * c.inputs.at(kK).get(k) * c.inputs.at(kV).get(v);
+          EXPECT_NEAR(state.get(k * 64 + v), exact, 3e-6 * std::fabs(exact)) << family;
+        }
+      }
+    }
+  }
+}
+
+TEST(Reports, VARLEN_01_LastSequenceOfOneToken) {
+  for (const std::vector<int64_t>& cu :
+       std::vector<std::vector<int64_t>>{{0, 1023, 1024}, {0, 1, 1024}, {0, 511, 512, 1024}}) {
+    CaseSpec spec = small_spec(1024);
+    spec.sizes.V = 32;
+    spec.cu_seqlens = cu;
+    expect_right(cases::generate(spec));
+  }
+}
+
+TEST(Reports, VARLEN_03_EmptySequencesAnywhere) {
+  std::vector<int64_t> many(501, 0);
+  many.push_back(70);
+  for (const std::vector<int64_t>& cu : std::vector<std::vector<int64_t>>{
+           {0, 0, 64, 64, 64, 129, 129}, {0, 64, 64}, {0, 0, 1}, {0, 0}, {0}, many}) {
+    CaseSpec spec = small_spec(cu.back());
+    spec.sizes.K = 16;
+    spec.sizes.V = 8;
+    spec.cu_seqlens = cu;
+    const Case c = cases::generate(spec);
+    expect_right(c);
+    for (const std::string& family : families_of_cpu()) {
+      const TensorMap results = run_case(c, family);
+      for (std::size_t n = 0; n + 1 < cu.size(); ++n) {
+        if (cu[n] != cu[n + 1]) continue;
+        const auto row = static_cast<int64_t>(n);
+        EXPECT_EQ(other_bits(row_of(results.at(kFinalState), row),
+                             row_of(c.inputs.at(kInitialState), row)),
+                  "");
+        EXPECT_EQ(other_bits(row_of(results.at(kDinitialState), row),
+                             row_of(c.inputs.at(kDfinalState), row)),
+                  "");
+      }
+    }
+  }
+}
+
+TEST(Reports, VARLEN_07_ManyShortSequences) {
+  std::vector<int64_t> mixed{0};
+  for (int64_t i = 0; i < 127; ++i) mixed.push_back(mixed.back() + (16 << (i % 3)));
+  std::vector<int64_t> tokens{0};
+  for (int64_t i = 0; i < 1000; ++i) tokens.push_back(i + 1);
+  for (const auto& cu : {mixed, tokens, {0, 80}, {0, 129}}) {
+    CaseSpec spec = small_spec(cu.back());
+    spec.sizes.K = spec.sizes.V = 16;
+    spec.cu_seqlens = cu;
+    expect_right(cases::generate(spec));
+  }
+}
+
+TEST(Reports, VARLEN_09_ThousandsOfSequences) {
+  std::vector<int64_t> cu{0};
+  for (int64_t i = 0; i < 2050; ++i) cu.push_back(cu.back() + 16);
+  CaseSpec spec = small_spec(cu.back());
+  spec.sizes.H = spec.sizes.HV = 4;
+  spec.sizes.K = spec.sizes.V = 4;
+  spec.cu_seqlens = cu;
+  const Case c = cases::generate(spec);
+  const TensorMap together = run_case(c, "cpu");
+  for (std::size_t n = 0; n < 2050; n += 103) {
+    const TensorMap alone = run_case(sequence_of(c, n), "cpu");
+    for (const TensorId id : {kO, kDq, kDk, kDv, kDg, kDbeta}) {
+      EXPECT_EQ(other_bits(tokens_of(together.at(id), 0, cu[n], cu[n + 1]), alone.at(id)), "");
+    }
+  }
+}
+
+TEST(Reports, VARLEN_10_DecodeOfThousandsOfSequences) {
+  for (const auto& [B, HV] : {std::pair<int64_t, int64_t>{4096, 8}, {70000, 1}}) {
+    CaseSpec spec = small_spec(1);
+    spec.sizes = {.B = B, .T = 1, .H = HV, .HV = HV, .K = 4, .V = 4};
+    spec.gradients = false;
+    const Case c = cases::generate(spec);
+    const TensorMap expected = cases::reference_outputs(c).value();
+    for (const std::string& family : families_of_cpu()) {
+      const TensorMap results = run_operation(recurrent_problem(c), c.inputs, choosing(family));
+      EXPECT_EQ(beyond_limits(c, results, expected), "") << family;
+    }
+  }
+}
+
+TEST(Reports, VARLEN_11_DocumentsDoNotLeak) {
+  CaseSpec spec = small_spec(200);
+  spec.cu_seqlens = {0, 100, 200};
+  const Case c = cases::generate(spec);
+  Case other = c;
+  for (const TensorId id : {kQ, kK, kV, kG, kBeta, kDo}) {
+    const int64_t half = c.inputs.at(id).count() / 2;
+    set_input(other, id, [&](int64_t i) {
+      const double x = c.inputs.at(id).get(i);
+      return i < half ? 0.5 * x : x;
+    });
+  }
+  for (const std::string& family : families_of_cpu()) {
+    const TensorMap before = run_case(c, family);
+    const TensorMap after = run_case(other, family);
+    const TensorMap alone = run_case(sequence_of(c, 1), family);
+    for (const TensorId id : {kO, kDq, kDk, kDv, kDg, kDbeta}) {
+      const HostTensor second = tokens_of(before.at(id), 0, 100, 200);
+      EXPECT_EQ(other_bits(second, tokens_of(after.at(id), 0, 100, 200)), "") << family;
+      EXPECT_EQ(other_bits(second, alone.at(id)), "") << family;
+    }
+  }
+}
+
+TEST(Reports, VARLEN_12_WrongListsAreRefusedAtRunTime) {
+  CaseSpec spec = small_spec(200);
+  spec.cu_seqlens = {0, 100, 200};
+  Case c = cases::generate(spec);
+  for (const std::vector<int64_t>& wrong : std::vector<std::vector<int64_t>>{
+           {1, 100, 200}, {0, 150, 100}, {0, 100, 201}, {0, -1, 200}}) {
+    set_input(c, kCuSeqlens,
+              [&](int64_t i) { return static_cast<double>(wrong[static_cast<std::size_t>(i)]); });
+    for (const std::string& family : families_of_cpu()) {
+      for (Problem problem : {forward_problem(c), backward_problem(c), recurrent_problem(c)}) {
+        const auto result = run_guarded(problem, c.inputs, choosing(family));
+        EXPECT_EQ(result.status().code(), StatusCode::kInvalidArgument) << family;
+        EXPECT_EQ(result.status().message().rfind("cu_seqlens[", 0), 0u)
+            << result.status().message();
+      }
+    }
+  }
+}
+
+TEST(Reports, VARLEN_13_ShortSequencesAmongPoison) {
+  // Sequences of 1, 1, 1, 2, 15, 16, 17 and 63 tokens; every second one holds NaN or 1e30.
+  const std::vector<int64_t> lengths{1, 1, 1, 2, 15, 16, 17, 63};
+  std::vector<int64_t> cu{0};
+  for (const int64_t length : lengths) {
+    cu.push_back(cu.back() + length);
+    cu.push_back(cu.back() + 3);
+  }
+  CaseSpec spec = small_spec(cu.back() + 5);
+  spec.cu_seqlens = cu;
+  const Case clean = cases::generate(spec);
+  for (const double poison : {std::nan(""), 1e30}) {
+    Case c = clean;
+    for (const TensorId id : {kQ, kK, kV, kG, kBeta, kDo}) {
+      const int64_t row = c.inputs.at(id).count() / spec.sizes.T;
+      set_input(c, id, [&](int64_t i) {
+        const auto next = std::upper_bound(cu.begin(), cu.end(), i / row);
+        const bool poisoned = next == cu.end() || (next - cu.begin()) % 2 == 0;
+        const double x = id == kG ? -std::fabs(poison) : poison;
+        return poisoned ? x : clean.inputs.at(id).get(i);
+      });
+    }
+    for (const std::string& family : families_of_cpu()) {
+      const TensorMap results = run_case(c, family);
+      for (std::size_t n = 0; n < cu.size() - 1; n += 2) {
+        const TensorMap alone = run_case(sequence_of(clean, n), family);
+        for (const TensorId id : {kO, kDq, kDk, kDv, kDg, kDbeta}) {
+          EXPECT_EQ(other_bits(tokens_of(results.at(id), 0, cu[n], cu[n + 1]), alone.at(id)), "")
+              << family << " " << name_of(id);
+        }
+      }
+    }
+  }
+}
+
+TEST(Reports, VARLEN_15_DecayStartsAnewInEachSequence) {
+  CaseSpec spec = small_spec(128);
+  spec.cu_seqlens = {0, 65, 128};
+  spec.initial_state = spec.gradients = false;
+  Case c = cases::generate(spec);
+  for (const TensorId id : {kQ, kK}) {
+    set_input(c, id, [](int64_t i) { return i % 64 == 3 ? 1.0 : 0.0; });
+  }
+  set_input(c, kG, [](int64_t) { return -1.0; });
+  set_input(c, kV, [](int64_t) { return 1.0; });
+  set_input(c, kBeta, [](int64_t) { return 1.0; });
+  for (const std::string& family : families_of_cpu()) {
+    const HostTensor o = run_case(c, family).at(kO);
+    for (const int64_t first : {0, 65}) {
+      for (int64_t v = 0; v < 64; ++v) EXPECT_EQ(o.get(first * 64 + v), 0.125) << family;
+    }
+  }
+}
+
+TEST(Reports, VARLEN_16_EitherIntegerTypeAndStride) {
+  CaseSpec spec = small_spec(130);
+  spec.cu_seqlens = {0, 65, 65, 128};
+  const Case wide = cases::generate(spec);
+  spec.cu_dtype = DType::kI32;
+  const Case narrow = cases::generate(spec);
+  for (const std::string& family : families_of_cpu()) {
+    Conditions padded = choosing(family);
+    padded.arrangement = Arrangement::kPadded;
+    const TensorMap expected = run_case(wide, family);
+    EXPECT_EQ(other_bits(run_case(narrow, family), expected), "");
+    for (padded.seed = 1; padded.seed < 6; ++padded.seed) {
+      EXPECT_EQ(other_bits(run_case(narrow, padded), expected), "");
+      EXPECT_EQ(other_bits(run_case(wide, padded), expected), "");
+    }
+  }
+}
+
+TEST(Reports, GVA_01_GVA_02_GroupedHeads) {
+  for (const int64_t G : {2, 4}) {
+    CaseSpec spec = small_spec(150);
+    spec.sizes.H = 2;
+    spec.sizes.HV = 2 * G;
+    spec.sizes.K = 32;
+    spec.io = DType::kBF16;
+    spec.gradients = true;
+    expect_right(cases::generate(spec), "groups of " + std::to_string(G));
+  }
+}
+
+/// Runs a case with one tensor in the given strides, at an address that is a multiple of its
+/// element alone, and everything else contiguous.
+HostTensor o_with_strides(const Case& c, const std::string& family, TensorId id,
+                          const std::array<int64_t, 4>& stride) {
+  Problem problem = forward_problem(c);
+  TensorLayout layout = problem.canonical_layout(id);
+  layout.stride = stride;
+  problem.set(id, layout);
+  const HostTensor& values = c.inputs.at(id);
+  const std::size_t size = size_of(layout.dtype);
+  std::vector<std::byte> memory(static_cast<std::size_t>(problem.bytes(id)) + 64, std::byte{0xFF});
+  std::byte* base = memory.data() + size;
+  std::array<int64_t, 4> shape{1, 1, 1, 1};
+  std::copy_n(layout.shape.begin(), layout.rank, shape.begin());
+  std::size_t at = 0;
+  for (int64_t b = 0; b < shape[0]; ++b) {
+    for (int64_t t = 0; t < shape[1]; ++t) {
+      for (int64_t h = 0; h < shape[2]; ++h) {
+        for (int64_t k = 0; k < shape[3]; ++k) {
+          const int64_t offset = b * stride[0] + t * stride[1] + h * stride[2] + k * stride[3];
+          std::memcpy(base + static_cast<std::size_t>(offset) * size,
+                      values.bytes.data() + at++ * size, size);
+        }
+      }
+    }
+  }
+  const Plan plan = make_plan(problem, {}, choosing(family).options).value();
+  Args args;
+  for (const auto& [input, tensor] : c.inputs) args.in(input, tensor.bytes.data());
+  args.in(id, base);
+  HostTensor o(problem[kO].dtype,
+               {problem.sizes.B, problem.sizes.T, problem.sizes.HV, problem.sizes.V});
+  HostTensor state(DType::kF32,
+                   {problem.sequences(), problem.sizes.HV, problem.sizes.K, problem.sizes.V});
+  cases::AlignedBytes workspace(plan.workspace_bytes());
+  args.out(kO, o.bytes.data()).out(kFinalState, state.bytes.data());
+  args.workspace = workspace.data();
+  args.workspace_bytes = workspace.size();
+  const Status status = plan.run(args);
+  EXPECT_TRUE(status.ok()) << status.message();
+  return o;
+}
+
+TEST(Reports, LAYOUT_01_PaddedRows) {
+  CaseSpec spec = small_spec(70);
+  spec.sizes = {.B = 2, .T = 70, .H = 2, .HV = 2, .K = 64, .V = 32};
+  spec.gradients = false;
+  const Case c = cases::generate(spec);
+  for (const std::string& family : families_of_cpu()) {
+    const HostTensor plain = run_case(c, family).at(kO);
+    for (const TensorId id : {kQ, kK}) {
+      const HostTensor o = o_with_strides(c, family, id, {70 * 512, 512, 64, 1});
+      EXPECT_EQ(other_bits(plain, o), "") << family;
+    }
+    // States as slices of a larger pool.
+    const HostTensor o = o_with_strides(c, family, kInitialState, {5 * 4096, 2048, 32, 1});
+    EXPECT_EQ(other_bits(plain, o), "") << family;
+  }
+}
+
+TEST(Reports, LAYOUT_03_TransposedGateValuesAndBeta) {
+  CaseSpec spec = small_spec(70);
+  spec.sizes = {.B = 2, .T = 70, .H = 2, .HV = 2, .K = 64, .V = 32};
+  spec.gradients = false;
+  const Case c = cases::generate(spec);
+  for (const std::string& family : families_of_cpu()) {
+    const HostTensor plain = run_case(c, family).at(kO);
+    EXPECT_EQ(other_bits(plain, o_with_strides(c, family, kG, {2 * 70 * 64, 64, 70 * 64, 1})), "");
+    EXPECT_EQ(other_bits(plain, o_with_strides(c, family, kV, {2 * 70 * 32, 32, 70 * 32, 1})), "");
+    EXPECT_EQ(other_bits(plain, o_with_strides(c, family, kBeta, {2 * 70, 1, 70, 0})), "");
+  }
+}
+
+TEST(Reports, LAYOUT_06_ViewsOfOneProjection) {
+  CaseSpec spec = small_spec(70);
+  spec.sizes = {.B = 1, .T = 70, .H = 8, .HV = 8, .K = 16, .V = 16};
+  spec.io = spec.gate_dtype = DType::kBF16;
+  spec.gradients = false;
+  const Case c = cases::generate(spec);
+  for (const std::string& family : families_of_cpu()) {
+    const HostTensor plain = run_case(c, family).at(kO);
+    EXPECT_EQ(other_bits(plain, o_with_strides(c, family, kBeta, {70 * 40, 40, 1, 0})), "");
+    for (const TensorId id : {kQ, kK, kV}) {
+      EXPECT_EQ(other_bits(plain, o_with_strides(c, family, id, {70 * 392, 392, 16, 1})), "");
+    }
+  }
+}
+
+TEST(Reports, PAGED_01_PAGED_02_NegativeIndexTouchesNoSlot) {
+  CaseSpec spec = small_spec(1);
+  spec.sizes.B = 2;
+  spec.gradients = false;
+  const Case c = cases::generate(spec);
+  for (const std::string& family : families_of_cpu()) {
+    Problem problem = recurrent_problem(c);
+    problem.sizes.P = 5;
+    problem.set(kStateIndices, DType::kI32);
+    TensorMap inputs = c.inputs;
+    HostTensor pool(DType::kF32, {5, 1, 64, 64});
+    for (int64_t i = 0; i < pool.count(); ++i) pool.set(i, static_cast<double>(i % 97));
+    inputs[kInitialState] = pool;
+    inputs[kStateIndices] = cases::from_doubles(DType::kI32, {2}, std::vector<double>{-1, 3});
+    Conditions conditions = choosing(family);
+    conditions.state_in_place = true;
+    const TensorMap results = run_operation(problem, inputs, conditions);
+    for (const int64_t slot : {0, 1, 2, 4}) {
+      EXPECT_EQ(other_bits(row_of(pool, slot), row_of(results.at(kFinalState), slot)), "");
+    }
+    EXPECT_NE(other_bits(row_of(pool, 3), row_of(results.at(kFinalState), 3)), "");
+    for (int64_t v = 0; v < 64; ++v) EXPECT_EQ(results.at(kO).get(v), 0);
+  }
+}
+
+TEST(Reports, PAGED_03_WrongSlotsAreRefused) {
+  CaseSpec spec = small_spec(1);
+  spec.sizes.B = 2;
+  spec.gradients = false;
+  const Case c = cases::generate(spec);
+  for (const std::string& family : families_of_cpu()) {
+    Problem problem = recurrent_problem(c);
+    problem.sizes.P = 2;
+    problem.set(kStateIndices, DType::kI32);
+    for (const auto& wrong : {std::vector<double>{0, 2}, {-2, 0}, {1, 1}}) {
+      TensorMap inputs = c.inputs;
+      inputs[kStateIndices] = cases::from_doubles(DType::kI32, {2}, wrong);
+      const auto result = run_guarded(problem, inputs, choosing(family));
+      EXPECT_EQ(result.status().code(), StatusCode::kInvalidArgument) << family;
+      EXPECT_EQ(result.status().message().rfind("state_indices[", 0), 0u)
+          << result.status().message();
+    }
+  }
+}
+
+// The state at each boundary of chunks is the final state of the call that ends there.
+TEST(Reports, PAGED_06_CheckpointsAreFinalStates) {
+  CaseSpec spec = small_spec(130);
+  spec.gradients = false;
+  const Case c = cases::generate(spec);
+  for (const std::string& family : families_of_cpu()) {
+    Problem problem = forward_problem(c);
+    problem.set(kH, DType::kF32);
+    const TensorMap results = run_operation(problem, c.inputs, choosing(family));
+    for (const int64_t chunk : {1, 2}) {
+      const TensorMap head = run_case(part_of(c, 0, 0, 64 * chunk, 0), family);
+      EXPECT_EQ(other_bits(row_of(results.at(kH), chunk), head.at(kFinalState)), "") << family;
+    }
+  }
+}
+
+// A length that hung elsewhere, with zero-filled inputs.
+TEST(Reports, RACE_04_LongZeroInputEnds) {
+  CaseSpec spec = small_spec(16224);
+  spec.sizes.K = spec.sizes.V = 8;
+  spec.initial_state = spec.dfinal_state = false;
+  Case c = cases::generate(spec);
+  for (const TensorId id : {kQ, kK, kV, kG, kBeta, kDo}) {
+    set_input(c, id, [](int64_t) { return 0.0; });
+  }
+  for (const std::string& family : families_of_cpu()) {
+    for (const auto& [id, tensor] : run_case(c, family)) {
+      for (int64_t i = 0; i < tensor.count(); ++i) ASSERT_EQ(tensor.get(i), 0) << name_of(id);
+    }
+  }
+}
+
+TEST(Reports, RACE_05_BatchCompositionChangesNoBit) {
+  CaseSpec spec = small_spec(70);
+  spec.sizes.B = 8;
+  spec.sizes.K = 32;
+  const Case batch = cases::generate(spec);
+  for (const std::string& family : families_of_cpu()) {
+    const TensorMap together = run_case(batch, family);
+    for (const int64_t b : {0, 5, 7}) {
+      const TensorMap alone = run_case(part_of(batch, b, 0, 70, b), family);
+      for (const auto& [id, tensor] : alone) {
+        EXPECT_EQ(other_bits(tensor, row_of(together.at(id), b)), "") << name_of(id);
+      }
+    }
+  }
+}
+
+TEST(Reports, DIM_01_DIM_02_DIM_05_HeadSizes) {
+  const std::pair<int64_t, int64_t> kSizes[] = {{64, 64},  {64, 128}, {128, 64},  {16, 16},
+                                                {32, 32},  {48, 48},  {128, 256}, {128, 512},
+                                                {192, 32}, {256, 32}, {1, 1},     {3, 5}};
+  for (const auto& [K, V] : kSizes) {
+    CaseSpec spec = small_spec(100);
+    spec.sizes.K = K;
+    spec.sizes.V = V;
+    const Case c = cases::generate(spec);
+    expect_right(c, "K " + std::to_string(K) + " V " + std::to_string(V));
+    const TensorMap expected = cases::reference_outputs(c).value();
+    for (const std::string& family : families_of_cpu()) {
+      TensorMap results = run_operation(recurrent_problem(c), c.inputs, choosing(family));
+      const TensorMap wanted{{kO, expected.at(kO)}, {kFinalState, expected.at(kFinalState)}};
+      EXPECT_EQ(beyond_limits(c, results, wanted), "") << family << " recurrent";
+    }
+  }
+}
+
+TEST(Reports, DIM_04_ChunksOf32) {
+  for (const int32_t C : {32, 64}) {
+    CaseSpec spec = small_spec(100);
+    spec.chunk_size = C;
+    expect_right(cases::generate(spec), "C " + std::to_string(C));
+  }
+}
+
+TEST(Reports, DIM_08_ReducedGateParameters) {
+  for (const Gate gate : {Gate::kSoftplus, Gate::kLowerBound}) {
+    CaseSpec spec = small_spec(100);
+    spec.gate = gate;
+    spec.parameter_dtype = DType::kBF16;
+    const Case c = cases::generate(spec);
+    expect_right(c);
+    const Problem problem = backward_problem(c);
+    EXPECT_EQ(problem[kDALog].dtype, DType::kBF16);
+    EXPECT_EQ(problem[kDdtBias].dtype, DType::kBF16);
+  }
+}
+
+// Values that fp16 cannot hold pass through fp32 states, and tiny gradients are not lost.
+TEST(Reports, DIM_09_HalfPrecisionKeepsTheRangeOfStates) {
+  CaseSpec spec = small_spec(130);
+  spec.io = DType::kF16;
+  Case c = cases::generate(spec);
+  set_input(c, kInitialState, [](int64_t i) { return i == 65 ? 65536.0 : 0.0; });
+  set_input(c, kDo, [](int64_t) { return 0.0; });
+  set_input(c, kDfinalState, [](int64_t) { return 0x1p-25; });
+  const TensorMap expected = cases::reference_outputs(c).value();
+  for (const std::string& family : families_of_cpu()) {
+    const TensorMap results = run_case(c, family, {DType::kF32});
+    EXPECT_EQ(beyond_limits(c, results, expected), "") << family;
+    double largest = 0;
+    const HostTensor& gradient = results.at(kDinitialState);
+    for (int64_t i = 0; i < gradient.count(); ++i) {
+      largest = std::max(largest, std::fabs(gradient.get(i)));
+    }
+    EXPECT_GT(largest, 0);
+  }
+}
+
+}  // namespace
+}  // namespace kda::test

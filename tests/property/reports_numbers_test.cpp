@@ -1,0 +1,447 @@
+// Fault reports on numbers: NaN, infinity, lost precision, gradients. Each name carries its id.
+#include <algorithm>
+#include <cmath>
+
+#include "property/reports.h"
+
+namespace kda::test {
+namespace {
+
+using cases::Case;
+using cases::CaseSpec;
+using cases::Family;
+using cases::HostTensor;
+using cases::TensorMap;
+
+using enum TensorId;
+
+constexpr double kLn2 = 0.6931471805599453;
+
+// Keys that point the same way, beta = 1, slow decay: the triangular system at its worst.
+TEST(Reports, NUM_01_CorrelatedKeys) {
+  for (const DType io : {DType::kBF16, DType::kF32}) {
+    CaseSpec spec = small_spec(1024);
+    spec.family = Family::kCorr;
+    spec.io = io;
+    spec.initial_state = false;
+    spec.cu_seqlens = {0, 1024};
+    expect_right(cases::generate(spec));
+  }
+}
+
+// Constant decays whose span over 16 rows passes 126 and 127 powers of two.
+TEST(Reports, NUM_03_StrongDecayIsForgottenNotReadBack) {
+  for (const double d : {4.0, 8.4, 8.5, 9.0, 12.0, 40.0}) {
+    Case c = cases::generate(small_spec(130));
+    set_input(c, kG, [&](int64_t) { return -d * kLn2; });
+    expect_right(c, "log2 decay " + std::to_string(d));
+  }
+}
+
+TEST(Reports, NUM_05_SoftplusGateOfPublishedModels) {
+  for (const double size : {1.0, 4.0}) {
+    CaseSpec spec = small_spec(200);
+    spec.sizes.HV = 2;
+    spec.gate = Gate::kSoftplus;
+    Case c = cases::generate(spec);
+    set_input(c, kALog, [](int64_t i) { return std::log(uniform(i, 1, 16)); });
+    set_input(c, kDtBias, [](int64_t i) { return std::log(std::expm1(uniform(i, 1e-3, 0.1))); });
+    set_input(c, kG, [&](int64_t i) {
+      const int64_t token = i / (2 * 64);
+      return token % 16 == 5 && i % 64 == 3 ? 30 : size * uniform(i, -1.7, 1.7);
+    });
+    expect_right(c, "raw gates of size " + std::to_string(size));
+  }
+}
+
+TEST(Reports, NUM_06_NoDecayStaysStable) {
+  for (const bool every_token : {true, false}) {
+    for (const double beta : {1.0, 1 - 0x1p-20}) {
+      CaseSpec spec = small_spec(1500);
+      spec.sizes.K = spec.sizes.V = 32;
+      spec.io = DType::kBF16;
+      Case c = cases::generate(spec);
+      set_input(c, kBeta, [&](int64_t) { return beta; });
+      set_input(c, kG, [&](int64_t i) { return every_token || i / 32 % 2 == 1 ? 0.0 : -1.0; });
+      expect_right(c);
+    }
+  }
+}
+
+// beta's sigmoid stays in fp32: the state of 1024 single steps does not drift.
+TEST(Reports, NUM_08_DecodeKeepsBetaAccurate) {
+  for (const DType gate_dtype : {DType::kF32, DType::kBF16}) {
+    CaseSpec spec = small_spec(1024);
+    spec.sizes.K = spec.sizes.V = 16;
+    spec.family = Family::kSlow;
+    spec.beta_sigmoid = true;
+    spec.gate_dtype = gate_dtype;
+    spec.gradients = false;
+    const Case c = cases::generate(spec);
+    const TensorMap expected = cases::reference_outputs(c).value();
+    for (const std::string& family : families_of_cpu()) {
+      HostTensor state = c.inputs.at(kInitialState);
+      for (int64_t t = 0; t < 1024; ++t) {
+        Case step = part_of(c, 0, t, t + 1, 0);
+        step.inputs[kInitialState] = state;
+        Problem problem = forward_problem(step);
+        problem.operation = Operation::kRecurrent;
+        state = run_operation(problem, step.inputs, choosing(family)).at(kFinalState);
+      }
+      EXPECT_LT(cases::compare(c, kFinalState, state, expected.at(kFinalState)).ratio, 1e-5);
+    }
+  }
+}
+
+/// gamma of single tokens is the gate itself: one token a batch row.
+std::vector<double> gates_of(const std::string& family, const std::vector<double>& raw, Gate gate,
+                             double lower_bound, const double* A_log, const double* dt_bias) {
+  const auto B = static_cast<int64_t>(raw.size());
+  Problem problem =
+      Problem::make(Operation::kGateCumsum, {.B = B, .T = 1, .K = 1, .V = 1}, DType::kF32);
+  problem.gate = gate;
+  problem.lower_bound = lower_bound;
+  TensorMap inputs{{kG, cases::from_doubles(DType::kF32, {B, 1, 1, 1}, raw)}};
+  if (A_log != nullptr) {
+    problem.set(kALog, DType::kF32);
+    inputs[kALog] = cases::from_doubles(DType::kF32, {1}, std::span(A_log, 1));
+  }
+  if (dt_bias != nullptr) {
+    problem.set(kDtBias, DType::kF32);
+    inputs[kDtBias] = cases::from_doubles(DType::kF32, {1, 1}, std::span(dt_bias, 1));
+  }
+  std::vector<double> g =
+      cases::to_doubles(run_operation(problem, inputs, choosing(family)).at(kGamma));
+  for (double& x : g) x *= kLn2;
+  return g;
+}
+
+TEST(Reports, NUM_09_BoundedGateIsTheSigmoidForm) {
+  std::vector<double> raw;
+  for (double x = -8; x <= 8; x += 0.25) raw.push_back(x);
+  const double biases[] = {0.75, -1.25};
+  for (const std::string& family : families_of_cpu()) {
+    for (const double lower_bound : {-5.0, -1.0, -0.1}) {
+      for (const double A_log : {-1.0, 0.0, 1.5, std::nan("")}) {
+        for (const double* bias : {static_cast<const double*>(nullptr), biases, biases + 1}) {
+          const bool has_slope = !std::isnan(A_log);
+          const std::vector<double> g = gates_of(family, raw, Gate::kLowerBound, lower_bound,
+                                                 has_slope ? &A_log : nullptr, bias);
+          for (std::size_t i = 0; i < raw.size(); ++i) {
+            const double z = raw[i] + (bias == nullptr ? 0 : *bias);
+            const double exact =
+                lower_bound / (1 + std::exp(-(has_slope ? std::exp(A_log) : 1) * z));
+            EXPECT_NEAR(g[i], exact, 2e-6 * std::fabs(exact)) << family << " at " << raw[i];
+          }
+        }
+      }
+    }
+  }
+}
+
+// Pairs that causality forbids have decays past e^88: they must not reach a gradient.
+TEST(Reports, NUM_11_MaskedPairsDoNotOverflow) {
+  Case c = cases::generate(small_spec(256));
+  set_input(c, kG, [](int64_t i) { return uniform(i, -5, -1); });
+  expect_right(c);
+  Problem long_one =
+      Problem::make(Operation::kChunkBackward,
+                    {.B = 1, .T = 4096, .H = 64, .HV = 64, .K = 128, .V = 128}, DType::kF32);
+  long_one.set(kDq, DType::kF32);
+  Options options;
+  options.implementation = "cpu";
+  const auto pairs = int64_t{4096} * 64 * 128 * 64 * 4;
+  EXPECT_LT(static_cast<int64_t>(make_plan(long_one, {}, options).value().workspace_bytes()),
+            pairs / 20);
+}
+
+// Keys of length sqrt(K) and beta = 1: the recurrence itself diverges. It only has to end.
+TEST(Reports, NUM_13_UnnormalisedKeysEnd) {
+  for (const DType io : {DType::kF16, DType::kBF16}) {
+    CaseSpec spec = small_spec(256);
+    spec.io = io;
+    spec.qk_l2norm = true;
+    Case c = cases::generate(spec);  // un-normalised: the operator is to do it
+    set_input(c, kBeta, [](int64_t) { return 1.0; });
+    expect_right(c, "normalised inside");
+    c.forward.qk_l2norm = false;
+    for (const std::string& family : families_of_cpu()) run_case(c, family);
+  }
+}
+
+TEST(Reports, NUM_14_SinglePrecisionIsSinglePrecision) {
+  Case c = cases::generate(small_spec(256));
+  set_input(c, kG, [](int64_t i) { return uniform(i, -0.1, 0); });
+  expect_right(c);
+}
+
+TEST(Reports, NUM_15_GateAtItsBound) {
+  for (const Family family : {Family::kBound, Family::kMix}) {
+    for (const int64_t T : {64, 65, 256}) {
+      CaseSpec spec = small_spec(T);
+      spec.family = family;
+      spec.gate = Gate::kLowerBound;
+      spec.io = DType::kBF16;
+      expect_right(cases::generate(spec));
+    }
+  }
+}
+
+TEST(Reports, NUM_18_SoftplusFarOut) {
+  const std::vector<double> raw{19, 20, 21, 88, 89, 100, 1e4, -88, -104, -1e4, 0};
+  const double A_log = 0.5;
+  const double a = std::exp(A_log);
+  for (const std::string& family : families_of_cpu()) {
+    const std::vector<double> g = gates_of(family, raw, Gate::kSoftplus, 0, &A_log, nullptr);
+    for (std::size_t i = 0; i < raw.size(); ++i) {
+      const double exact = -a * (raw[i] > 20 ? raw[i] : std::log1p(std::exp(raw[i])));
+      EXPECT_NEAR(g[i], std::max(exact, -40.0), 2e-6 * std::fabs(exact) + 1e-37) << raw[i];
+    }
+  }
+  CaseSpec spec = small_spec(40);
+  spec.gate = Gate::kSoftplus;
+  spec.dt_bias = false;
+  for (const DType gate_dtype : {DType::kF32, DType::kBF16}) {
+    spec.gate_dtype = gate_dtype;
+    Case c = cases::generate(spec);
+    set_input(c, kG, [&](int64_t i) { return raw[static_cast<std::size_t>(i) % raw.size()]; });
+    expect_right(c);
+  }
+}
+
+TEST(Reports, CAUSAL_02_PrefixIsBitwiseInvariant) {
+  CaseSpec spec = small_spec(128);
+  spec.gradients = false;
+  const Case c = cases::generate(spec);
+  for (const std::string& family : families_of_cpu()) {
+    const HostTensor whole = run_case(c, family).at(kO);
+    for (const int64_t P : {1, 15, 17, 31, 50}) {
+      for (const double value : {std::nan(""), 1e4, 0.3}) {
+        Case other = c;
+        for (const TensorId id : {kQ, kK, kV, kG, kBeta}) {
+          const int64_t row = c.inputs.at(id).count() / 128;
+          set_input(other, id, [&](int64_t i) {
+            const double written = id == kG ? -std::fabs(value) : value;
+            return i / row < P ? c.inputs.at(id).get(i) : written;
+          });
+        }
+        const HostTensor o = run_case(other, family).at(kO);
+        EXPECT_EQ(other_bits(tokens_of(whole, 0, 0, P), tokens_of(o, 0, 0, P)), "") << family;
+      }
+    }
+  }
+}
+
+// x / sqrt(sum x^2 + 1e-6): eps belongs to the sum, not to the mean.
+TEST(Reports, L2NORM_01_EpsilonOfSmallRows) {
+  for (const int64_t K : {64, 128}) {
+    for (const double size : {1.0, 0.1, 0.01, 1e-3, 1e-4}) {
+      CaseSpec spec = small_spec(70);
+      spec.sizes.K = K;
+      spec.qk_l2norm = true;
+      Case c = cases::generate(spec);
+      for (const TensorId id : {kQ, kK}) {
+        const HostTensor unit = c.inputs.at(id);
+        set_input(c, id, [&](int64_t i) { return size * unit.get(i); });
+      }
+      expect_right(c, "rows of size " + std::to_string(size));
+      // One token without a state: o = scale beta <y_q, y_k> v, in closed form.
+      Case one = part_of(c, 0, 0, 1, 0);
+      one.inputs.erase(kInitialState);
+      double qq = 0;
+      double kk = 0;
+      double qk = 0;
+      for (int64_t i = 0; i < K; ++i) {
+        const double q = one.inputs.at(kQ).get(i);
+        const double k = one.inputs.at(kK).get(i);
+        qq += q * q;
+        kk += k * k;
+        qk += q * k;
+      }
+      const double factor = one.forward.effective_scale() * one.inputs.at(kBeta).get(0) * qk /
+                            std::sqrt(qq + 1e-6) / std::sqrt(kk + 1e-6);
+      for (const std::string& family : families_of_cpu()) {
+        const HostTensor o = run_case(one, family).at(kO);
+        for (int64_t v = 0; v < 64; ++v) {
+          const double exact = factor * one.inputs.at(kV).get(v);
+          EXPECT_NEAR(o.get(v), exact, 1e-6 * std::fabs(exact) + 1e-9);
+        }
+      }
+    }
+  }
+}
+
+TEST(Reports, BETA_01_NegativeEigenvaluesDoubleTheSigmoid) {
+  CaseSpec spec = small_spec(150);
+  spec.beta_sigmoid = spec.allow_neg_eigval = true;
+  const Case logits = cases::generate(spec);
+  expect_right(logits);
+  Case direct = logits;
+  direct.forward.beta_sigmoid = direct.forward.allow_neg_eigval = false;
+  set_input(direct, kBeta,
+            [&](int64_t i) { return 2 / (1 + std::exp(-logits.inputs.at(kBeta).get(i))); });
+  const TensorMap expected = cases::reference_outputs(direct).value();
+  for (const std::string& family : families_of_cpu()) {
+    const TensorMap results = run_case(logits, family);
+    for (int64_t i = 0; i < 150; ++i) {
+      const double y = direct.inputs.at(kBeta).get(i) / 2;
+      const double chained = expected.at(kDbeta).get(i) * 2 * y * (1 - y);
+      EXPECT_NEAR(results.at(kDbeta).get(i), chained, 1e-4 * std::fabs(chained) + 1e-5);
+    }
+    const cases::Difference o = cases::compare(logits, kO, results.at(kO), expected.at(kO));
+    EXPECT_LT(o.ratio, 1e-5);
+  }
+}
+
+TEST(Reports, GRAD_01_GateGradientUnderMixedDecay) {
+  CaseSpec spec = small_spec(256);
+  spec.initial_state = false;
+  Case c = cases::generate(spec);
+  set_input(c, kG, [](int64_t i) {
+    return uniform(i + 1'000'000, 0, 1) < 0.5 ? uniform(i, -5, -2) : uniform(i, -0.01, 0);
+  });
+  expect_right(c);
+  // Nothing decays at the first token of a sequence without a state.
+  const HostTensor exact = cases::reference_outputs(c).value().at(kDg);
+  double largest = 0;
+  for (int64_t i = 0; i < exact.count(); ++i) {
+    largest = std::max(largest, std::fabs(exact.get(i)));
+  }
+  for (const std::string& family : families_of_cpu()) {
+    const HostTensor dg = run_case(c, family).at(kDg);
+    for (int64_t i = 0; i < dg.count(); ++i) {
+      EXPECT_NEAR(dg.get(i), exact.get(i), 1e-4 * largest) << family << " element " << i;
+    }
+    for (int64_t k = 0; k < 64; ++k) EXPECT_NEAR(dg.get(k), 0, 1e-5 * largest) << family;
+  }
+}
+
+TEST(Reports, GRAD_04_EveryGradientOfOrdinaryInput) {
+  for (const DType io : {DType::kBF16, DType::kF16}) {
+    for (const int64_t K : {64, 128}) {
+      CaseSpec spec = small_spec(512);
+      spec.sizes.K = spec.sizes.V = K;
+      spec.io = io;
+      spec.gate = Gate::kSoftplus;
+      spec.qk_l2norm = spec.beta_sigmoid = true;
+      expect_right(cases::generate(spec));
+    }
+  }
+}
+
+// Every combination of optional inputs: gradients have the shapes and dtypes of their inputs.
+TEST(Reports, GRAD_07_EveryCombinationOfOptionalInputs) {
+  for (int mask = 0; mask < 32; ++mask) {
+    const auto given = [&](int bit) { return (mask >> bit & 1) != 0; };
+    CaseSpec spec = small_spec(40);
+    spec.sizes.K = 16;
+    spec.sizes.V = 8;
+    spec.gate = Gate::kLowerBound;
+    spec.a_log = given(0);
+    spec.dt_bias = given(1);
+    spec.initial_state = given(2);
+    spec.dfinal_state = given(3);
+    if (given(4)) spec.cu_seqlens = {0, 15, 40};
+    const Case c = cases::generate(spec);
+    expect_right(c, c.name);
+    const std::pair<TensorId, TensorId> kPairs[] = {{kQ, kDq}, {kK, kDk},       {kV, kDv},
+                                                    {kG, kDg}, {kBeta, kDbeta}, {kALog, kDALog}};
+    for (const std::string& family : families_of_cpu()) {
+      const TensorMap results = run_case(c, family);
+      for (const auto& [input, gradient] : kPairs) {
+        EXPECT_EQ(results.count(gradient), c.inputs.count(input));
+        if (c.input(input) == nullptr) continue;
+        EXPECT_EQ(results.at(gradient).shape, c.inputs.at(input).shape);
+        EXPECT_EQ(results.at(gradient).dtype, c.inputs.at(input).dtype);
+      }
+      EXPECT_EQ(results.count(kDdtBias), c.inputs.count(kDtBias));
+    }
+  }
+}
+
+TEST(Reports, GRAD_06_OnlyTheGradientsAskedFor) {
+  CaseSpec spec = small_spec(100);
+  spec.family = Family::kNoDecay;
+  const Case c = cases::generate(spec);
+  expect_right(c);
+  const Problem all = backward_problem(c);
+  for (const std::string& family : families_of_cpu()) {
+    const TensorMap every = run_operation(all, c.inputs, choosing(family));
+    for (const auto& [id, tensor] : every) {
+      Problem one = all;
+      for (const auto& [other, unused] : every) {
+        if (other != id) one.set(other, DType::kNone);
+      }
+      EXPECT_EQ(other_bits(run_operation(one, c.inputs, choosing(family)), every), "") << family;
+    }
+  }
+}
+
+TEST(Reports, GRAD_09_ParameterGradientsSkipPadding) {
+  for (const Gate gate : {Gate::kSoftplus, Gate::kLowerBound}) {
+    CaseSpec spec = small_spec(130);
+    spec.gate = gate;
+    spec.sizes.B = 2;
+    expect_right(cases::generate(spec), "B 2");
+    spec.sizes.B = 1;
+    spec.sizes.T = 300;
+    spec.cu_seqlens = {0, 1, 130, 260};
+    spec.poison_tail = true;
+    expect_right(cases::generate(spec), "packed");
+    // Many small terms of one sign.
+    CaseSpec small = small_spec(8192);
+    small.sizes.K = small.sizes.V = 8;
+    small.gate = gate;
+    small.family = Family::kSlow;
+    expect_right(cases::generate(small), "8192 tokens");
+  }
+}
+
+TEST(Reports, GRAD_11_SaturatedGates) {
+  for (const DType io : {DType::kBF16, DType::kF16}) {
+    CaseSpec spec = small_spec(128);
+    spec.sizes.H = spec.sizes.HV = 2;
+    spec.family = Family::kBound;
+    spec.io = io;
+    expect_right(cases::generate(spec));
+  }
+  // k_t = q_t = e_t and no state: tokens do not meet, and the gate has no gradient.
+  CaseSpec spec = small_spec(64);
+  spec.initial_state = spec.dfinal_state = false;
+  Case c = cases::generate(spec);
+  for (const TensorId id : {kQ, kK}) {
+    set_input(c, id, [](int64_t i) { return i / 64 == i % 64 ? 1.0 : 0.0; });
+  }
+  double largest = 0;
+  for (int64_t t = 0; t < 64; ++t) {
+    double product = 0;
+    for (int64_t v = 0; v < 64; ++v) {
+      product += c.inputs.at(kDo).get(t * 64 + v) * c.inputs.at(kV).get(t * 64 + v);
+    }
+    largest = std::max(largest, std::fabs(product));
+  }
+  for (const std::string& family : families_of_cpu()) {
+    const HostTensor dg = run_case(c, family).at(kDg);
+    for (int64_t i = 0; i < dg.count(); ++i) EXPECT_NEAR(dg.get(i), 0, 1e-5 * largest) << family;
+  }
+}
+
+TEST(Reports, GRAD_13_TailsOfPackedBackward) {
+  for (const int64_t tail : {0, 15, 24, 56}) {
+    CaseSpec spec = small_spec(192 + 128 + tail);
+    spec.sizes.K = 32;
+    spec.cu_seqlens = {0, 192, 192 + 128 + tail};
+    const Case c = cases::generate(spec);
+    expect_right(c, "tail " + std::to_string(tail));
+    for (const std::string& family : families_of_cpu()) {
+      const TensorMap together = run_case(c, family);
+      const TensorMap alone = run_case(sequence_of(c, 1), family);
+      for (const TensorId id : {kO, kDq, kDk, kDv, kDg, kDbeta}) {
+        EXPECT_EQ(other_bits(tokens_of(together.at(id), 0, 192, 320 + tail), alone.at(id)), "");
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kda::test
