@@ -19,6 +19,9 @@ constexpr int kChannels = 32;
 constexpr int kStride = kChannels + 1;
 constexpr int kWarps = kThreads / 32;
 constexpr int kOwn = kTileRows / kWarps;  // rows of a thread
+/// fp64 only compiles longer for it.
+template <class Real>
+constexpr int kUnroll = sizeof(Real) == 4 ? 2 : 1;
 constexpr int kTriangle = kTileRows * (kTileRows + 1) / 2;
 constexpr int kSharedElements = 3 * kTileRows * kStride + 2 * kTriangle + kTileRows;
 
@@ -96,7 +99,7 @@ __device__ __forceinline__ void add_row_roles(Rows<Real>& dq, Rows<Real>& z,
 #pragma unroll
   for (int block = 0; block < kOwn; ++block) {
     if (block * kWarps >= rows) break;
-#pragma unroll 2
+#pragma unroll kUnroll < Real>
     for (int j = block * kWarps; j < (block + 1) * kWarps; ++j) {
       const Real k = shared.k[j * kStride + lane()];
       const Real gj = shared.gamma[j * kStride + lane()];
@@ -121,7 +124,7 @@ __device__ __forceinline__ void add_column_role(Rows<Real>& dk, const Rows<Real>
 #pragma unroll
   for (int block = 0; block < kOwn; ++block) {
     if (block * kWarps >= rows) break;
-#pragma unroll 2
+#pragma unroll kUnroll < Real>
     for (int i = block * kWarps; i < (block + 1) * kWarps; ++i) {
       const Real q = shared.q[i * kStride + lane()];
       const Real bk = shared.beta[i] * shared.k[i * kStride + lane()];
