@@ -196,7 +196,7 @@ Result<TensorLayout> layout_of(TensorId id, const HostTensor& tensor) {
 /// The shapes that a file and the library name differently.
 Status check_shape(const Case& c, TensorId id, const HostTensor& tensor) {
   const Sizes& s = c.forward.sizes;
-  const int64_t N = c.forward.packed() ? s.N : s.B;
+  const int64_t N = c.input(TensorId::kCuSeqlens) != nullptr ? s.N : s.B;
   const auto hold_to = [&](const std::vector<int64_t>& expected, std::string_view text) {
     if (tensor.shape == expected) return Status{};
     return invalid("{}: found shape {}, expected [{}] = {}", name_of(id), shape_text(tensor),
