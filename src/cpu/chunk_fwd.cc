@@ -80,8 +80,10 @@ HWY_EXPORT(chunk_forward);
 Kernel chunk_forward_kernel() {
   return {Operation::kChunkForward, TaskKind::kSequenceValueHead,
           [](const Problem& problem) { return scratch_floats<ForwardScratch>(problem); },
-          [](const Run& run, const Task& task) { HWY_DYNAMIC_DISPATCH(chunk_forward)
-                                                 (run, task); }};
+          [](const Run& run, const Task& task) {
+            HWY_DYNAMIC_DISPATCH(chunk_forward)
+            (run, task);
+          }};
 }
 
 }  // namespace kda::cpu

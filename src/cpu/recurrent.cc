@@ -227,8 +227,10 @@ HWY_EXPORT(recurrent);
 Kernel recurrent_kernel() {
   return {Operation::kRecurrent, TaskKind::kSequenceValueHead,
           [](const Problem& problem) { return scratch_floats<RecurrentScratch>(problem); },
-          [](const Run& run, const Task& task) { HWY_DYNAMIC_DISPATCH(recurrent)
-                                                 (run, task); }};
+          [](const Run& run, const Task& task) {
+            HWY_DYNAMIC_DISPATCH(recurrent)
+            (run, task);
+          }};
 }
 
 }  // namespace kda::cpu

@@ -228,14 +228,18 @@ HWY_EXPORT(intra_backward);
 
 Kernel reverse_scan_kernel() {
   return {Operation::kReverseScan, TaskKind::kSequenceValueHead, scratch_floats<StageScratch>,
-          [](const Run& run, const Task& task) { HWY_DYNAMIC_DISPATCH(reverse_scan)
-                                                 (run, task); }};
+          [](const Run& run, const Task& task) {
+            HWY_DYNAMIC_DISPATCH(reverse_scan)
+            (run, task);
+          }};
 }
 
 Kernel wy_backward_kernel() {
   return {Operation::kWyBackward, TaskKind::kChunkValueHead, scratch_floats<StageScratch>,
-          [](const Run& run, const Task& task) { HWY_DYNAMIC_DISPATCH(wy_backward)
-                                                 (run, task); }};
+          [](const Run& run, const Task& task) {
+            HWY_DYNAMIC_DISPATCH(wy_backward)
+            (run, task);
+          }};
 }
 
 Kernel intra_backward_kernel() {

@@ -185,32 +185,42 @@ HWY_EXPORT(output);
 
 Kernel gate_cumsum_kernel() {
   return {Operation::kGateCumsum, TaskKind::kChunkValueHead, scratch_floats<StageScratch>,
-          [](const Run& run, const Task& task) { HWY_DYNAMIC_DISPATCH(gate_cumsum)
-                                                 (run, task); }};
+          [](const Run& run, const Task& task) {
+            HWY_DYNAMIC_DISPATCH(gate_cumsum)
+            (run, task);
+          }};
 }
 
 Kernel intra_kernel() {
   return {Operation::kIntra, TaskKind::kChunkValueHead, scratch_floats<StageScratch>,
-          [](const Run& run, const Task& task) { HWY_DYNAMIC_DISPATCH(intra)
-                                                 (run, task); }};
+          [](const Run& run, const Task& task) {
+            HWY_DYNAMIC_DISPATCH(intra)
+            (run, task);
+          }};
 }
 
 Kernel wu_kernel() {
   return {Operation::kWu, TaskKind::kChunkValueHead, scratch_floats<StageScratch>,
-          [](const Run& run, const Task& task) { HWY_DYNAMIC_DISPATCH(wu)
-                                                 (run, task); }};
+          [](const Run& run, const Task& task) {
+            HWY_DYNAMIC_DISPATCH(wu)
+            (run, task);
+          }};
 }
 
 Kernel state_scan_kernel() {
   return {Operation::kStateScan, TaskKind::kSequenceValueHead, scratch_floats<StageScratch>,
-          [](const Run& run, const Task& task) { HWY_DYNAMIC_DISPATCH(state_scan)
-                                                 (run, task); }};
+          [](const Run& run, const Task& task) {
+            HWY_DYNAMIC_DISPATCH(state_scan)
+            (run, task);
+          }};
 }
 
 Kernel output_kernel() {
   return {Operation::kOutput, TaskKind::kChunkValueHead, scratch_floats<StageScratch>,
-          [](const Run& run, const Task& task) { HWY_DYNAMIC_DISPATCH(output)
-                                                 (run, task); }};
+          [](const Run& run, const Task& task) {
+            HWY_DYNAMIC_DISPATCH(output)
+            (run, task);
+          }};
 }
 
 }  // namespace kda::cpu
