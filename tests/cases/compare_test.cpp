@@ -79,6 +79,20 @@ TEST(Compare, NanAndInfinityAreNotFinite) {
   }
 }
 
+TEST(Compare, NanStaysNanInEveryNumber) {
+  const Fixture f;
+  for (const int64_t at : {int64_t{0}, int64_t{77}, f.o.count() - 1}) {
+    HostTensor result = f.o;
+    result.set(at, std::nan(""));
+    for (const Difference& d :
+         {compare(f.c, TensorId::kO, result, f.o), compare(f.c, TensorId::kO, f.o, result)}) {
+      EXPECT_TRUE(std::isnan(d.ratio)) << at;
+      EXPECT_TRUE(std::isnan(d.block_ratio)) << at;
+      EXPECT_TRUE(std::isnan(d.max_error)) << at;
+    }
+  }
+}
+
 TEST(Compare, TokensThatNoSequenceOwnsCount) {
   CaseSpec spec;
   spec.sizes = {1, 100, 1, 1, 4, 8, 0, 0};

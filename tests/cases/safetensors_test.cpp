@@ -90,6 +90,50 @@ TEST_F(Safetensors, AWriteThroughALinkKeepsTheLink) {
   EXPECT_EQ(entries(), 2U);
 }
 
+TEST_F(Safetensors, ALinkToNothingGetsItsTarget) {
+  fs::create_symlink("target", file("link"));
+  ASSERT_TRUE(write_safetensors(file("link"), sample()).ok());
+  EXPECT_TRUE(fs::is_symlink(file("link")));
+  EXPECT_TRUE(read_safetensors(file("target")).ok());
+  EXPECT_EQ(entries(), 2U);
+}
+
+TEST_F(Safetensors, AnOpenFileHasNoNameBeforeItIsCommitted) {
+  AtomicFile out;
+  ASSERT_TRUE(out.open(file("a")).ok());
+  ASSERT_TRUE(out.write("x", 1).ok());
+  const std::size_t while_open = entries();  // 1 where the file system knows no unnamed files
+  EXPECT_LE(while_open, 1U);
+  EXPECT_FALSE(fs::exists(file("a")));
+  ASSERT_TRUE(out.commit().ok());
+  EXPECT_EQ(fs::file_size(file("a")), 1U);
+  EXPECT_EQ(entries(), 1U);
+}
+
+TEST_F(Safetensors, TheHeaderIsCheckedBeforeTheData) {
+  ASSERT_TRUE(write_safetensors(file("a"), sample()).ok());
+  Result<TensorFile> read = read_safetensors(file("a"), [](const TensorFile& header) {
+    EXPECT_EQ(header.tensors.size(), 3U);
+    EXPECT_EQ(header.tensors.at("x").shape, (std::vector<int64_t>{2, 3}));
+    EXPECT_TRUE(header.tensors.at("x").bytes.empty());
+    return Status(StatusCode::kUnsupported, "refused");
+  });
+  ASSERT_FALSE(read.ok());
+  EXPECT_EQ(read.status().message(), "refused");
+}
+
+TEST_F(Safetensors, TheHeaderBeginsWithABraceAndEndsWithSpacesAlone) {
+  const std::string good = R"({"x":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}})";
+  const std::string data(4, '\0');
+  EXPECT_TRUE(parse(good, data).ok());
+  EXPECT_TRUE(parse(good + "   ", data).ok());
+  for (const std::string& bad :
+       {good + '\0', good + std::string("\0junk", 5), good + std::string("\0}", 2), good + "\n",
+        good + "\t ", good + " x", good + "{}", " " + good, "\n" + good, "\xEF\xBB\xBF" + good}) {
+    EXPECT_FALSE(parse(bad, data).ok()) << bad;
+  }
+}
+
 TEST_F(Safetensors, EveryTruncationIsRefused) {
   ASSERT_TRUE(write_safetensors(file("a"), sample()).ok());
   std::ifstream stream(file("a"), std::ios::binary);

@@ -6,9 +6,11 @@ import math
 import os
 import pathlib
 import resource
+import signal
 import struct
 import subprocess
 import tempfile
+import time
 import unittest
 
 import case_files
@@ -82,6 +84,7 @@ class BadUsage(ProgramTest):
         for arguments in (
             [],
             ["walk"],
+            [""],
             ["run"],
             ["run", "a"],
             ["run", "a", "-o", "b", "--threads", "-1"],
@@ -96,8 +99,15 @@ class BadUsage(ProgramTest):
             ["support", "--shape", "1,64,1,1,999,32"],
             ["verify", DATA / "beta_zero.safetensors", "--device", "tpu"],
             ["verify", DATA / "beta_zero.safetensors", "--impl", "nobody"],
-            ["verify", "missing.safetensors"],
-            ["verify", self.folder],
+            ["support", "--operation", "fly"],
+            ["support", "--device", "tpu"],
+            ["support", "--impl", "nobody"],
+            ["support", "--dtype", "int8"],
+            ["support", "--sequences", "-1", "--shape", "1,64,1,1,32,32"],
+            ["support", "--shape", "99999999999999999999,1,1,1,1,1"],
+            ["doctor", "--device", "tpu"],
+            ["doctor", "--impl", "nobody"],
+            ["run", DATA / "beta_zero.safetensors", "-o", ""],
             ["run", DATA / "beta_zero.safetensors", "-o", self.out, "--dtype", "int8"],
         ):
             with self.subTest(arguments):
@@ -109,6 +119,20 @@ class BadUsage(ProgramTest):
                 (error,) = self.lines(result)
                 self.assertEqual(error["exit_code"], 2)
         self.assertEqual(self.files(), [])
+
+    def test_says_what_was_found(self):
+        for arguments, part in (
+            (["frob"], 'found command "frob", expected one of run, verify, bench, support, doctor'),
+            (["support", "--sequences", "-1", "--shape", "1,1,1,1,1,1"],
+             "--sequences: found -1, expected 0 or more"),
+            (["support", "--shape", "99999999999999999999,1,1,1,1,1"],
+             "found 99999999999999999999, expected an integer that fits 64 bits"),
+            (["run", DATA / "beta_zero.safetensors", "-o", ""],
+             "--out: found an empty name, expected the name of a file"),
+            (["verify", "no\nsuch\x1b[31m"], "no\\nsuch\\x1b[31m: file: found nothing there"),
+        ):
+            with self.subTest(arguments):
+                self.assertIn(part, kda(*arguments).stderr)
 
 
 class BadFiles(ProgramTest):
@@ -125,7 +149,7 @@ class BadFiles(ProgramTest):
                 self.assertLess(len(result.stderr), 500)
                 self.assertEqual(self.files(), ["case.safetensors"])
                 count += 1
-        self.assertGreater(count, 90)
+        self.assertGreater(count, 105)
 
     def test_are_an_object_under_json(self):
         for name, content, part in case_files.bad_files():
@@ -133,9 +157,23 @@ class BadFiles(ProgramTest):
                 self.case.write_bytes(content)
                 result = kda("verify", self.case, "--json")
                 self.check(result, 2)
-                (error,) = self.lines(result)
+                error, summary = self.lines(result)
+                self.assertEqual(summary["bad_files"], 1)
                 self.assertIn(part, error["error"])
                 self.assertEqual(error["kind"], "invalid argument")
+
+    def test_a_wrong_name_is_found_before_the_data_is_read(self):
+        # A sparse file of more data than the process may have memory for.
+        extent = 2**30
+        header = {"wrong": {"dtype": "F32", "shape": [extent], "data_offsets": [0, 4 * extent]}}
+        self.case.write_bytes(case_files.container(header, b""))
+        os.truncate(self.case, self.case.stat().st_size + 4 * extent)
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        result = kda("verify", self.case, "--json")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        self.check(result, 2)
+        self.assertIn("wrong", self.lines(result)[0]["error"])
+        self.assertLess(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 0.5)
 
     def test_every_truncation_of_a_case(self):
         self.write_case()
@@ -228,6 +266,44 @@ class Run(ProgramTest):
         self.assertEqual(self.files(), ["case.safetensors"])
 
 
+    def test_what_is_not_finite_is_said(self):
+        self.write_case(v=case_files.tensor("F32", [1, 3, 1, 2], [math.nan] * 6),
+                        expected__o=case_files.tensor("F32", [1, 3, 1, 2]))
+        result = kda("run", self.case, "-o", self.out, "--json")
+        self.check(result, 0)
+        (summary,) = self.lines(result)
+        self.assertIs(summary["outputs"]["o"]["finite"], False)
+        self.assertIs(summary["outputs"]["dv"]["finite"], True)
+        self.assertEqual(summary["errors"]["o"],
+                         {"ratio": None, "max_error": None, "finite": False})
+        self.assertRegex(kda("run", self.case, "-o", self.out).stdout,
+                         r"(?m)^warning +NaN or infinity in .*final_state, o$")
+
+    def test_rounding_of_a_16_bit_output_is_beside_its_error(self):
+        result = kda("run", DATA / "lm_layer3_safe.safetensors", "-o", self.out, "--json")
+        (summary,) = self.lines(result)
+        error = summary["errors"]["o"]
+        self.assertTrue(1e-3 < error["rounding"] < 2e-3, error)
+        self.assertTrue(math.isclose(error["rounding"], error["ratio"], rel_tol=0.02), error)
+        self.assertNotIn("rounding", summary["errors"]["final_state"])
+        text = kda("run", DATA / "lm_layer3_safe.safetensors", "-o", self.out).stdout
+        self.assertIn("(rounding to bf16 alone: 1.", text)
+
+    def test_metadata_format_is_what_writers_add(self):
+        self.case.write_bytes(case_files.case(case_files.small_tensors(), {"format": "pt"}))
+        self.check(kda("run", self.case, "-o", self.out), 0)
+
+    def test_threads_that_cannot_start_are_no_mismatch(self):
+        # Stacks that no address space has room for twice; a runtime may refuse the setting instead.
+        result = subprocess.run(
+            [PROGRAM, "run", DATA / "lm_layer3_safe.safetensors", "-o", self.out, "--threads", "2"],
+            env=dict(os.environ, OMP_STACKSIZE="120000G"), capture_output=True, text=True,
+            check=False, timeout=300)
+        self.assertIn(result.returncode, (0, 4), result.stderr)
+        if result.returncode == 4:
+            self.assertEqual(self.files(), [])
+
+
 class AtomicOutput(ProgramTest):
     def fails(self, *arguments, code=2, **how):
         self.write_case()
@@ -261,12 +337,65 @@ class AtomicOutput(ProgramTest):
             resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
 
         self.out.write_text("old")
-        result = kda("run", DATA / "neg_eigval.safetensors", "-o", self.out, preexec_fn=limit,
-                     restore_signals=False)
+        result = kda("run", DATA / "neg_eigval.safetensors", "-o", self.out, preexec_fn=limit)
         self.check(result, 2)
         self.assertIn("cannot write", result.stderr)
         self.assertEqual(self.out.read_text(), "old")
         self.assertEqual(self.files(), ["out.safetensors"])
+
+    def test_the_place_is_tried_before_anything_is_computed(self):
+        # The states that the case asks for are beyond any memory: computing would be exit 4.
+        self.case.write_bytes(case_files.case(case_files.small_tensors(T=0, HV=2**20, V=2**24)))
+        result = kda("run", self.case, "-o", self.folder / "missing" / "out")
+        self.check(result, 2)
+        self.assertIn("cannot create", result.stderr)
+
+    def test_a_signal_leaves_nothing(self):
+        big = case_files.small_tensors(T=4096, HV=8, K=64, V=64)
+        self.case.write_bytes(case_files.case(big))
+        self.out.write_text("old")
+        for ending in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL):
+            for delay in (0.02, 0.05, 0.1):
+                with subprocess.Popen(
+                        [PROGRAM, "run", self.case, "-o", self.out], stdout=subprocess.DEVNULL,
+                        stderr=subprocess.DEVNULL) as process:
+                    time.sleep(delay)
+                    process.send_signal(ending)
+                self.assertIn(process.returncode, (-ending, 0))
+                self.assertEqual(self.files(), ["case.safetensors", "out.safetensors"])
+
+    def test_a_name_as_long_as_names_can_be(self):
+        self.write_case()
+        out = self.folder / ("x" * 255)
+        self.check(kda("run", self.case, "-o", out), 0)
+        self.check(kda("run", self.case, "-o", out), 0)
+        read_header(out)
+        self.assertEqual(self.files(), ["case.safetensors", out.name])
+
+    def test_a_link_to_nothing_gets_its_target(self):
+        self.write_case()
+        (self.folder / "sub").mkdir()
+        link = self.folder / "link"
+        link.symlink_to("sub/out")
+        self.check(kda("run", self.case, "-o", link), 0)
+        self.assertTrue(link.is_symlink())
+        read_header(self.folder / "sub" / "out")
+        link.unlink()
+        link.symlink_to("link")
+        self.check(kda("run", self.case, "-o", link), 2)
+        self.assertTrue(link.is_symlink())
+
+    def test_a_private_file_is_never_public(self):
+        self.write_case()
+        self.out.write_text("old")
+        self.out.chmod(0o600)
+        self.check(kda("run", self.case, "-o", self.out, umask=0), 0)
+        self.assertEqual(self.out.stat().st_mode & 0o777, 0o600)
+
+    def test_a_new_file_follows_the_umask(self):
+        self.write_case()
+        self.check(kda("run", self.case, "-o", self.out, umask=0o027), 0)
+        self.assertEqual(self.out.stat().st_mode & 0o777, 0o640)
 
     def test_folder_is_read_only(self):
         self.write_case()
@@ -342,6 +471,29 @@ class Verify(ProgramTest):
         self.check(result, 0)
         self.assertEqual(self.lines(result)[-1]["outputs"], len(OUTPUTS))
 
+    def test_goes_on_after_a_bad_file(self):
+        self.write_case()
+        bad = self.folder / "bad"
+        bad.write_bytes(b"bad")
+        result = kda("verify", bad, self.case, self.folder / "missing", self.folder, "--json")
+        self.check(result, 2)
+        lines = self.lines(result)
+        self.assertEqual([line["case"] for line in lines if "error" in line],
+                         [str(bad), str(self.folder / "missing"), str(self.folder)])
+        self.assertEqual(lines[-1], {"cases": 1, "outputs": len(OUTPUTS), "failed": 0,
+                                     "bad_files": 3})
+        result = kda("verify", bad, self.case)
+        self.check(result, 2)
+        self.assertIn("0 failed, 1 bad files", result.stdout)
+
+    def test_an_error_that_is_no_number_is_null(self):
+        self.write_case(expected__o=case_files.tensor("F32", [1, 3, 1, 2], [math.nan] * 6))
+        rows = self.lines(kda("verify", self.case, "--json"))
+        (row,) = [row for row in rows if row.get("output") == "o"]
+        self.assertEqual([row["ratio"], row["block_ratio"], row["max_error"]], [None] * 3)
+        self.assertIs(row["finite"], False)
+        self.assertIs(row["pass"], False)
+
     def test_a_missing_device_is_exit_3(self):
         result = kda("verify", DATA / "beta_zero.safetensors", "--device", "cuda:4096", "--json")
         self.check(result, 3)
@@ -394,6 +546,12 @@ class SupportAndDoctor(ProgramTest):
         names = [row["impl"] for row in rows]
         self.assertEqual(len(names), len(set(names)))
         self.assertIn("reference_chunk_fwd", names)
+
+    def test_support_lists_what_is_asked_for(self):
+        rows = self.lines(kda("support", "--operation", "chunk_fwd", "--impl",
+                              "reference,cpu_chunk_fwd", "--device", "cpu", "--json"))
+        self.assertEqual({row["impl"] for row in rows}, {"cpu_chunk_fwd", "reference_chunk_fwd"})
+        self.check(kda("support", "--device", "cuda:4096"), 3)
 
     def test_support_says_what_is_chosen(self):
         result = kda("support", "--shape", "1,100,2,4,64,64", "--gate", "softplus", "--device",

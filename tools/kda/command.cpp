@@ -1,6 +1,5 @@
 #include "command.h"
 
-#include <algorithm>
 #include <charconv>
 #include <cstdio>
 
@@ -53,9 +52,8 @@ int exit_code_of(const Status& status) {
 }
 
 int fail(const Common& common, const std::string& subject, const Status& status) {
-  std::string line = subject.empty() ? status.message() : subject + ": " + status.message();
-  std::replace(line.begin(), line.end(), '\n', ' ');
-  fmt::print(stderr, "kda: {}\n", line);
+  const std::string line = subject.empty() ? status.message() : subject + ": " + status.message();
+  fmt::print(stderr, "kda: {}\n", printable(line));
   const int code = exit_code_of(status);
   if (common.json) {
     json object = {
@@ -64,6 +62,21 @@ int fail(const Common& common, const std::string& subject, const Status& status)
     print_json(object);
   }
   return code;
+}
+
+std::string printable(std::string_view text) {
+  std::string line;
+  for (const char c : text) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (c == '\n') {
+      line += "\\n";
+    } else if (byte < 0x20 || byte == 0x7F) {
+      line += fmt::format("\\x{:02x}", byte);
+    } else {
+      line += c;
+    }
+  }
+  return line;
 }
 
 void print_json(const json& object) {
@@ -78,6 +91,27 @@ Result<Device> choose_device(const Common& common, const Problem& problem) {
     return cuda;
   }
   return Device{};
+}
+
+Status check_common(const Common& common) {
+  Device device;
+  if (common.device != "auto") {
+    Result<Device> parsed = parse_device(common.device);
+    if (!parsed.ok()) return parsed.status();
+    device = *parsed;
+  }
+  if (common.implementation.empty()) return {};
+  Status refusal;
+  for (const ImplementationInfo& info : implementations()) {
+    if (info.device != device.type && common.device != "auto") continue;
+    // A name of any operation will do; the refusal that is told is that of the first.
+    const Problem problem = Problem::make(info.operation, {1, 1, 1, 1, 1, 1, 0, 0}, DType::kF32);
+    const Device its{info.device, info.device == device.type ? device.index : 0};
+    const Status status = explain(problem, its, common.options()).status();
+    if (status.ok()) return {};
+    if (refusal.ok()) refusal = status;
+  }
+  return refusal;
 }
 
 std::string name_of(const Device& device) {

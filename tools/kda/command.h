@@ -77,12 +77,19 @@ int exit_code_of(const Status& status);
 /// the exit code. `subject` (a file or an argument) goes in front if it is not empty.
 int fail(const Common& common, const std::string& subject, const Status& status);
 
+/// The text on one line: control characters, which file names may hold, as \n or \x1b.
+std::string printable(std::string_view text);
+
 /// One JSON object on a line of stdout; text that is no UTF-8 is replaced.
 void print_json(const nlohmann::json& object);
 
 /// The device that the text names ("cpu", "cuda", "cuda:1"); "auto" is the first CUDA device if it
 /// runs the problem, else the CPU.
 Result<Device> choose_device(const Common& common, const Problem& problem);
+
+/// Whether the device is here and the implementations of that name exist, for commands that may not
+/// come to a problem.
+Status check_common(const Common& common);
 
 /// "cpu", "cuda:0".
 std::string name_of(const Device& device);

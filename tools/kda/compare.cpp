@@ -8,6 +8,9 @@ namespace {
 
 constexpr int64_t kBlockTokens = 64;
 
+/// The larger one; NaN if either is, unlike std::max.
+double worst(double a, double b) { return std::isnan(a) || a > b ? a : b; }
+
 struct Sums {
   double error2 = 0;
   double reference2 = 0;
@@ -35,8 +38,8 @@ struct Accumulator {
       finite = finite && std::isfinite(value) && std::isfinite(reference);
       block.error2 += error * error;
       block.reference2 += reference * reference;
-      max_error = std::max(max_error, std::fabs(error));
-      max_reference = std::max(max_reference, std::fabs(reference));
+      max_error = worst(max_error, std::fabs(error));
+      max_reference = worst(max_reference, std::fabs(reference));
     }
     block.count += count;
   }
@@ -52,11 +55,10 @@ struct Accumulator {
     Difference d;
     d.finite = finite;
     d.ratio = whole.error_rms() / (whole.reference_rms() + 1e-8);
-    d.max_error = max_reference > 0 ? max_error / max_reference : max_error;
+    d.max_error = max_reference == 0 ? max_error : max_error / max_reference;
     for (const Sums& block : blocks) {
-      const double scale =
-          std::max(block.reference_rms(), kBlockFloor * whole.reference_rms()) + 1e-8;
-      d.block_ratio = std::max(d.block_ratio, block.error_rms() / scale);
+      const double scale = worst(block.reference_rms(), kBlockFloor * whole.reference_rms()) + 1e-8;
+      d.block_ratio = worst(d.block_ratio, block.error_rms() / scale);
     }
     return d;
   }

@@ -8,6 +8,7 @@
 
 namespace kda::cases {
 
+/// Where result or reference has NaN or infinity, the numbers that it enters are NaN or infinite.
 struct Difference {
   /// (7.1): RMS(error) / (RMS(reference) + 1e-8) over the whole tensor.
   double ratio = 0;

@@ -137,6 +137,7 @@ void print_report(const json& r) {
 }  // namespace
 
 int doctor(const Common& common) {
+  if (Status status = check_common(common); !status.ok()) return fail(common, "", status);
   const std::string reason = cuda_unavailable_reason();
   json report = {{"version", version()},
                  {"compiler", compiler()},
@@ -150,12 +151,6 @@ int doctor(const Common& common) {
     const bool wanted = common.device == "auto" || name_of(info.device) == common.device ||
                         kda::name_of(info.device.type) == common.device;
     if (wanted) report["devices"].push_back(device_report(common, info, code));
-  }
-  if (report["devices"].empty()) {
-    return fail(
-        common, "",
-        {StatusCode::kUnsupported, fmt::format("--device: found {}, which is not here (CUDA: {})",
-                                               common.device, reason.empty() ? "usable" : reason)});
   }
   if (common.json) {
     print_json(report);

@@ -32,7 +32,8 @@ Status bind(const Problem& problem, const TensorMap& inputs, TensorMap& outputs,
                                                       name_of(spec.id), problem.bytes(spec.id))};
       }
       HostTensor& tensor = outputs[spec.id];
-      tensor = HostTensor(layout.dtype, {layout.shape.begin(), layout.shape.begin() + layout.rank});
+      tensor = HostTensor::uninitialised(
+          layout.dtype, {layout.shape.begin(), layout.shape.begin() + layout.rank});
       tensor.poison();
       address = placement.output(tensor);
     }

@@ -1,6 +1,9 @@
 // The program kda: reads the command line and hands over to a command.
 #include <algorithm>
+#include <charconv>
+#include <csignal>
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <new>
 #include <stdexcept>
@@ -9,6 +12,7 @@
 
 #include <CLI/CLI.hpp>
 
+#include "atomic_file.h"
 #include "command.h"
 #include "kda/version.h"
 
@@ -31,14 +35,27 @@ void add_common(CLI::App& app, Common& common) {
   app.add_option("--device", common.device, "auto, cpu, cuda or cuda:NUMBER")
       ->capture_default_str();
   app.add_option("--impl", common.implementation,
-                 "Implementation or family to use, as kda support lists them; never falls back");
+                 "Implementations to use: a family or names, with commas between, as kda support "
+                 "lists them; never falls back");
   app.add_option("--threads", common.threads, "CPU threads; 0 for all")
       ->check(CLI::Range(0, 4096))
       ->capture_default_str();
 }
 
+/// The conversion by CLI11 clamps what int64 cannot hold.
+std::string check_integer(const std::string& text) {
+  int64_t value = 0;
+  const char* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, value);
+  if (error == std::errc{} && stop == end) return "";
+  return "found " + text + ", expected an integer that fits 64 bits";
+}
+
 void add_shape(CLI::App& app, std::vector<int64_t>& shape, std::string& dtype, std::string& gate) {
-  app.add_option("--shape", shape, "B,T,H,HV,K,V")->delimiter(',')->allow_extra_args(false);
+  app.add_option("--shape", shape, "B,T,H,HV,K,V")
+      ->delimiter(',')
+      ->allow_extra_args(false)
+      ->check(check_integer);
   app.add_option("--dtype", dtype, "bf16, fp16, fp32 or fp64")->capture_default_str();
   app.add_option("--gate", gate, "none, softplus or lower_bound")->capture_default_str();
 }
@@ -96,7 +113,7 @@ void add_support(CLI::App& app, SupportCommand& command) {
   add_shape(*sub, command.shape, command.dtype, command.gate);
   sub->add_option("--operation", command.operation, "chunk_fwd, chunk_bwd, recurrent or a stage");
   sub->add_option("--sequences", command.sequences, "Packed sequences (cu_seqlens); 0: none")
-      ->check(CLI::NonNegativeNumber);
+      ->check(check_integer);
   sub->add_option("--chunk-size", command.chunk_size, "64 or 32")->capture_default_str();
   sub->add_flag("--qk-l2norm", command.qk_l2norm, "Normalise q and k inside");
   sub->add_flag("--beta-sigmoid", command.beta_sigmoid, "beta holds logits");
@@ -116,6 +133,34 @@ int bad_usage(const CLI::ParseError& error, bool json) {
   std::string text = error.what();
   std::replace(text.begin(), text.end(), '\n', ' ');
   return fail(common, "", {StatusCode::kInvalidArgument, text + " (kda --help tells more)"});
+}
+
+/// CLI11 only misses a subcommand where a word is none.
+Status check_command(const CLI::App& app, int argc, char** argv) {
+  const std::string word = argc > 1 ? argv[1] : "-";
+  std::string names;
+  for (const CLI::App* sub : app.get_subcommands({})) {
+    if (word == sub->get_name()) return {};
+    names += (names.empty() ? "" : ", ") + sub->get_name();
+  }
+  if (!word.empty() && word[0] == '-') return {};
+  return {StatusCode::kInvalidArgument, "found command \"" + word + "\", expected one of " + names};
+}
+
+/// OpenMP runtimes call exit(1) where they cannot start their threads; 1 means a mismatch here.
+struct Ending {
+  bool by_main = false;
+  Common common;
+};
+Ending ending;
+
+void exit_as_device_failure() {
+  if (ending.by_main) return;
+  (void)fail(ending.common, "",
+             {StatusCode::kDeviceError,
+              "threads: the OpenMP runtime gave up; --threads 1 needs no further thread"});
+  std::fflush(nullptr);
+  std::_Exit(kDeviceFailure);
 }
 
 int dispatch(const CLI::App& app, const Commands& commands) {
@@ -146,6 +191,10 @@ int run_program(int argc, char** argv) {
   add_bench(app, commands.bench);
   add_support(app, commands.support);
   add_doctor(app, commands.doctor);
+  if (Status status = check_command(app, argc, argv); !status.ok()) {
+    return fail(common, "", status);
+  }
+  ending.common = common;
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
@@ -171,11 +220,16 @@ int run_program(int argc, char** argv) {
 
 int main(int argc, char** argv) {
   namespace program = kda::program;
+  std::signal(SIGXFSZ, SIG_IGN);  // a file too large is an error of the write
+  (void)std::atexit(program::exit_as_device_failure);
+  kda::cases::remove_temporary_file_at_exit();  // so registered last, called first
   try {
     const int code = program::run_program(argc, argv);
+    program::ending.by_main = true;
     const bool lost = std::fflush(stdout) != 0 || std::ferror(stdout) != 0;
     return lost && code == program::kRight ? program::output_lost() : code;
   } catch (...) {  // only reporting a failure is left to fail
+    program::ending.by_main = true;
     return program::output_lost();
   }
 }

@@ -1,11 +1,13 @@
 // kda run: computes a case and writes the results.
 #include <sys/resource.h>
 
+#include <cmath>
 #include <filesystem>
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
+#include "atomic_file.h"
 #include "command.h"
 #include "compare.h"
 #include "execute.h"
@@ -55,19 +57,59 @@ cases::TensorFile result_file(const Case& c, const Outcome& outcome, const Devic
   return file;
 }
 
+bool is_finite(const cases::HostTensor& tensor) {
+  for (int64_t i = 0; i < tensor.count(); ++i) {
+    if (!std::isfinite(tensor.get(i))) return false;
+  }
+  return true;
+}
+
+json describe(const cases::TensorMap& outputs) {
+  json list = json::object();
+  for (const auto& [id, tensor] : outputs) {
+    list[std::string(kda::name_of(id))] = {{"dtype", kda::name_of(tensor.dtype)},
+                                           {"finite", is_finite(tensor)}};
+  }
+  return list;
+}
+
 json errors_of(const Case& c, const Outcome& outcome) {
   json errors = json::object();
   for (const auto& [id, expected] : c.expected) {
     const auto found = outcome.outputs.find(id);
     if (found == outcome.outputs.end()) continue;
-    const cases::Difference d = cases::compare(c, id, found->second, expected);
-    errors[std::string(kda::name_of(id))] = {{"ratio", d.ratio}, {"max_error", d.max_error}};
+    const cases::HostTensor& tensor = found->second;
+    const cases::Difference d = cases::compare(c, id, tensor, expected);
+    json& error = errors[std::string(kda::name_of(id))];
+    error = {{"ratio", d.ratio}, {"max_error", d.max_error}, {"finite", d.finite}};
+    if (size_of(tensor.dtype) == 2) {
+      // What the dtype alone costs: the exact values in it.
+      const cases::HostTensor exact = cases::converted(expected, tensor.dtype);
+      error["rounding"] = cases::compare(c, id, exact, expected).ratio;
+    }
   }
   return errors;
 }
 
+void print_errors(const json& s) {
+  std::string bad;
+  for (const auto& [name, output] : s["outputs"].items()) {
+    if (!output["finite"].get<bool>()) bad += (bad.empty() ? "" : ", ") + name;
+  }
+  if (!bad.empty()) fmt::print("warning    NaN or infinity in {}\n", bad);
+  for (const auto& [name, error] : s["errors"].items()) {
+    fmt::print("error      {:<15} ratio {:.2e}, max {:.2e}", name, error["ratio"].get<double>(),
+               error["max_error"].get<double>());
+    if (error.contains("rounding")) {
+      fmt::print(" (rounding to {} alone: {:.2e})", s["outputs"][name]["dtype"].get<std::string>(),
+                 error["rounding"].get<double>());
+    }
+    fmt::print("\n");
+  }
+}
+
 void print_summary(const json& s) {
-  fmt::print("case       {}\n", s["case"].get<std::string>());
+  fmt::print("case       {}\n", printable(s["case"].get<std::string>()));
   fmt::print("shape      {}, {}\n", s["shape"].get<std::string>(), s["dtype"].get<std::string>());
   fmt::print("device     {}\n", s["device"].get<std::string>());
   fmt::print("forward    {} in {:.3f} ms\n", s["forward"].get<std::string>(),
@@ -79,11 +121,8 @@ void print_summary(const json& s) {
   constexpr double kMiB = 1024.0 * 1024.0;
   fmt::print("memory     {:.1f} MiB workspace, {:.1f} MiB peak of the process\n",
              s["workspace_bytes"].get<double>() / kMiB, s["peak_bytes"].get<double>() / kMiB);
-  for (const auto& [name, error] : s["errors"].items()) {
-    fmt::print("error      {:<15} ratio {:.2e}, max {:.2e}\n", name, error["ratio"].get<double>(),
-               error["max_error"].get<double>());
-  }
-  fmt::print("written    {}\n", s["out"].get<std::string>());
+  print_errors(s);
+  fmt::print("written    {}\n", printable(s["out"].get<std::string>()));
 }
 
 }  // namespace
@@ -94,6 +133,10 @@ int run(const RunCommand& command) {
   Result<Device> device = choose_device(command.common, c->forward);
   if (!device.ok()) return fail(command.common, "", device.status());
   cases::Execution execution{*device, command.common.options(), {}, true};
+  cases::AtomicFile out;  // opened first: no computation for a place that cannot be written
+  if (Status opened = out.open(command.out_path); !opened.ok()) {
+    return fail(command.common, command.out_path.empty() ? "--out" : "", opened);
+  }
   const DType io = c->input(TensorId::kQ)->dtype;
   if (io == DType::kF64) execution.types.all = DType::kF64;
 
@@ -101,8 +144,7 @@ int run(const RunCommand& command) {
   progress.step(shape_text(c->forward));
   Result<Outcome> outcome = cases::execute(*c, execution);
   if (!outcome.ok()) return fail(command.common, command.case_path, outcome.status());
-  const Status written =
-      cases::write_safetensors(command.out_path, result_file(*c, *outcome, *device));
+  const Status written = cases::write_safetensors(out, result_file(*c, *outcome, *device));
   if (!written.ok()) return fail(command.common, "", written);
 
   json summary = {{"case", command.case_path},
@@ -114,6 +156,7 @@ int run(const RunCommand& command) {
                   {"forward_ms", outcome->forward_seconds * 1e3},
                   {"workspace_bytes", outcome->workspace_bytes},
                   {"peak_bytes", peak_memory_bytes()},
+                  {"outputs", describe(outcome->outputs)},
                   {"errors", errors_of(*c, *outcome)}};
   if (!outcome->backward_implementation.empty()) {
     summary["backward"] = outcome->backward_implementation;

@@ -17,8 +17,6 @@
 #include <fmt/ranges.h>
 #include <nlohmann/json.hpp>
 
-#include "atomic_file.h"
-
 namespace kda::cases {
 namespace {
 
@@ -77,6 +75,7 @@ std::string shown_name(const std::string& name) {
 class HeaderParser {
  public:
   static Result<json> parse(std::string_view text) {
+    if (Status status = check_ends(text); !status.ok()) return status;
     HeaderParser parser;
     try {
       return json::parse(text.begin(), text.end(),
@@ -88,13 +87,34 @@ class HeaderParser {
       std::string reason = error.what();
       std::replace_if(
           reason.begin(), reason.end(), [](char c) { return c < ' ' || c > '~'; }, ' ');
-      return invalid("header: found no valid JSON ({:.120}), expected a JSON object", reason);
+      return invalid("header: found no valid JSON{} ({:.120}), expected a JSON object",
+                     parser.name_.empty() ? "" : " after key " + shown_name(parser.name_), reason);
     } catch (const std::runtime_error& error) {
       return invalid("{}", error.what());
     }
   }
 
  private:
+  /// The format lets { come first and spaces last; JSON would take other white space, and the
+  /// parser takes a zero byte for the end.
+  static Status check_ends(std::string_view text) {
+    if (text.empty()) return invalid("header: found 0 bytes, expected a JSON object");
+    if (text[0] != '{') {
+      return invalid("header: found byte {:#04x} first, expected {{ of a JSON object",
+                     static_cast<unsigned char>(text[0]));
+    }
+    const std::size_t last = text.find_last_not_of(' ');
+    const std::size_t zero = text.find('\0');
+    if (zero != std::string_view::npos) {
+      return invalid("header: found a zero byte at {}, expected none (spaces pad it)", zero);
+    }
+    if (text[last] != '}') {
+      return invalid("header: found byte {:#04x} last, expected }} of a JSON object, then spaces",
+                     static_cast<unsigned char>(text[last]));
+    }
+    return {};
+  }
+
   void see(int depth, json::parse_event_t event, const json& value) {
     switch (event) {
       case json::parse_event_t::object_start:
@@ -110,6 +130,7 @@ class HeaderParser {
         break;
       case json::parse_event_t::key: {
         const auto& key = value.get_ref<const std::string&>();
+        if (keys_.size() == 1) name_ = key;
         if (!keys_.back().insert(key).second) {
           throw std::runtime_error(
               fmt::format("header: found key {} twice, expected it once", shown_name(key)));
@@ -122,6 +143,7 @@ class HeaderParser {
   }
 
   std::vector<std::set<std::string>> keys_;
+  std::string name_;  // the last key of the header itself
 };
 
 Status read_shape(const json& shape, Entry& entry) {
@@ -255,7 +277,7 @@ Result<Header> read_header(std::string_view text, uint64_t data_bytes) {
 
 /// Reads from a file or from memory; `read(offset, bytes, to)` says whether all bytes came.
 template <class Read>
-Result<TensorFile> read_file(uint64_t file_bytes, const Read& read) {
+Result<TensorFile> read_file(uint64_t file_bytes, const HeaderCheck& check, const Read& read) {
   uint64_t header_bytes = 0;
   if (file_bytes < kLengthBytes || !read(0, kLengthBytes, &header_bytes)) {
     return invalid("file: found {} bytes, expected a header length of 8 bytes", file_bytes);
@@ -273,8 +295,15 @@ Result<TensorFile> read_file(uint64_t file_bytes, const Read& read) {
   if (!header.ok()) return header.status();
   TensorFile file;
   file.metadata = std::move(header->metadata);
+  for (const Entry& entry : header->entries) {
+    file.tensors[entry.name].dtype = entry.dtype;
+    file.tensors[entry.name].shape = entry.shape;
+  }
+  if (check) {
+    if (Status status = check(file); !status.ok()) return status;
+  }
   for (Entry& entry : header->entries) {
-    HostTensor tensor(entry.dtype, std::move(entry.shape));
+    HostTensor tensor = HostTensor::uninitialised(entry.dtype, std::move(entry.shape));
     if (!read(data_begin + entry.begin, entry.end - entry.begin, tensor.bytes.data())) {
       return invalid("{}: found the file's end, expected {} bytes of data", shown_name(entry.name),
                      entry.end - entry.begin);
@@ -308,7 +337,7 @@ std::string header_text(const TensorFile& file) {
 
 }  // namespace
 
-Result<TensorFile> read_safetensors(const std::string& path) {
+Result<TensorFile> read_safetensors(const std::string& path, const HeaderCheck& check) {
   std::error_code error;
   const auto kind = std::filesystem::status(path, error).type();
   if (kind != std::filesystem::file_type::regular) {
@@ -321,7 +350,7 @@ Result<TensorFile> read_safetensors(const std::string& path) {
   std::ifstream stream(path, std::ios::binary);
   if (error || !stream) return invalid("file: cannot be opened, expected a readable file");
   try {
-    return read_file(file_bytes, [&stream](uint64_t offset, uint64_t bytes, void* to) {
+    return read_file(file_bytes, check, [&stream](uint64_t offset, uint64_t bytes, void* to) {
       if (bytes == 0) return true;
       stream.seekg(static_cast<std::streamoff>(offset));
       stream.read(static_cast<char*>(to), static_cast<std::streamsize>(bytes));
@@ -334,7 +363,7 @@ Result<TensorFile> read_safetensors(const std::string& path) {
 }
 
 Result<TensorFile> parse_safetensors(std::span<const std::byte> content) {
-  return read_file(content.size(), [content](uint64_t offset, uint64_t bytes, void* to) {
+  return read_file(content.size(), {}, [content](uint64_t offset, uint64_t bytes, void* to) {
     if (bytes == 0) return true;
     if (offset > content.size() || bytes > content.size() - offset) return false;
     std::memcpy(to, content.data() + offset, static_cast<std::size_t>(bytes));
@@ -343,10 +372,14 @@ Result<TensorFile> parse_safetensors(std::span<const std::byte> content) {
 }
 
 Status write_safetensors(const std::string& path, const TensorFile& file) {
-  const std::string text = header_text(file);
-  const uint64_t length = text.size();
   AtomicFile out;
   if (Status status = out.open(path); !status.ok()) return status;
+  return write_safetensors(out, file);
+}
+
+Status write_safetensors(AtomicFile& out, const TensorFile& file) {
+  const std::string text = header_text(file);
+  const uint64_t length = text.size();
   if (Status status = out.write(&length, sizeof length); !status.ok()) return status;
   if (Status status = out.write(text.data(), text.size()); !status.ok()) return status;
   for (const auto& [name, tensor] : file.tensors) {

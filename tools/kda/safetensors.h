@@ -6,10 +6,12 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <map>
 #include <span>
 #include <string>
 
+#include "atomic_file.h"
 #include "kda/status.h"
 #include "tensor.h"
 
@@ -20,12 +22,18 @@ struct TensorFile {
   std::map<std::string, HostTensor> tensors;
 };
 
-Result<TensorFile> read_safetensors(const std::string& path);
+/// Sees the header as a file whose tensors have dtypes and shapes but no bytes.
+using HeaderCheck = std::function<Status(const TensorFile&)>;
+
+/// `check` may refuse the header before any data is read.
+Result<TensorFile> read_safetensors(const std::string& path, const HeaderCheck& check = {});
 /// The same from memory.
 Result<TensorFile> parse_safetensors(std::span<const std::byte> content);
 
 /// Writes a temporary file beside `path`, flushes it to the disk and renames it: on a failure an
 /// old file at `path` is as it was, and nothing new is left.
 Status write_safetensors(const std::string& path, const TensorFile& file);
+/// The same into a file that was opened before the tensors were computed.
+Status write_safetensors(AtomicFile& out, const TensorFile& file);
 
 }  // namespace kda::cases

@@ -15,13 +15,36 @@ constexpr Operation kOperations[] = {
     Operation::kStateScan,    Operation::kOutput,        Operation::kReverseScan,
     Operation::kWyBackward,   Operation::kIntraBackward};
 
-int list_all(const Common& common) {
+Status check_operation(const std::string& name) {
+  for (const Operation operation : kOperations) {
+    if (name.empty() || name == kda::name_of(operation)) return {};
+  }
+  return {StatusCode::kInvalidArgument,
+          fmt::format("--operation: found {}, expected chunk_fwd, chunk_bwd, recurrent or the name "
+                      "of a stage (kda support lists them)",
+                      name)};
+}
+
+/// Whether the list shows the row: what --operation, --device and --impl leave.
+bool listed(const SupportCommand& command, const ImplementationInfo& info) {
+  const Common& common = command.common;
+  const std::string_view device = kda::name_of(info.device);
+  if (!command.operation.empty() && command.operation != kda::name_of(info.operation)) return false;
+  if (common.device != "auto" && common.device.rfind(device, 0) != 0) return false;
+  const std::string names = "," + common.implementation + ",";
+  return common.implementation.empty() ||
+         names.find(fmt::format(",{},", info.name)) != std::string::npos ||
+         names.find(fmt::format(",{},", info.family)) != std::string::npos;
+}
+
+int list_all(const SupportCommand& command) {
+  const Common& common = command.common;
   if (!common.json) {
     fmt::print("{:<13}{:<7}{:<28}{}\n", "operation", "device", "implementation", "takes");
   }
   for (const Operation operation : kOperations) {
     for (const ImplementationInfo& info : implementations()) {
-      if (info.operation != operation) continue;
+      if (info.operation != operation || !listed(command, info)) continue;
       if (common.json) {
         print_json({{"operation", kda::name_of(operation)},
                     {"device", kda::name_of(info.device)},
@@ -120,29 +143,26 @@ Status ask(const SupportCommand& command, const Problem& problem, bool& none) {
 
 int support(const SupportCommand& command) {
   const Common& common = command.common;
-  if (command.shape.empty()) return list_all(common);
-  Result<Sizes> sizes = parse_shape(command.shape);
+  Result<Sizes> sizes = command.shape.empty() ? Sizes{} : parse_shape(command.shape);
   Result<DType> io = parse_dtype(command.dtype);
   Result<Gate> gate = parse_gate(command.gate);
-  for (const Status& status : {sizes.status(), io.status(), gate.status()}) {
+  for (const Status& status : {sizes.status(), io.status(), gate.status(),
+                               check_operation(command.operation), check_common(common)}) {
     if (!status.ok()) return fail(common, "", status);
   }
+  if (command.sequences < 0) {
+    return fail(common, "",
+                {StatusCode::kInvalidArgument,
+                 fmt::format("--sequences: found {}, expected 0 or more", command.sequences)});
+  }
+  if (command.shape.empty()) return list_all(command);
   bool none = false;
-  bool asked = false;
   for (const Operation operation : kOperations) {
     if (!command.operation.empty() && command.operation != kda::name_of(operation)) continue;
-    asked = true;
     const Problem problem = make_problem(command, operation, *sizes, *io, *gate);
     if (Status status = ask(command, problem, none); !status.ok()) {
       return fail(common, std::string(kda::name_of(operation)), status);
     }
-  }
-  if (!asked) {
-    return fail(common, "",
-                {StatusCode::kInvalidArgument,
-                 fmt::format("--operation: found {}, expected chunk_fwd, chunk_bwd, recurrent or "
-                             "the name of a stage (kda support lists them)",
-                             command.operation)});
   }
   return none ? kUnsupportedHere : kRight;
 }

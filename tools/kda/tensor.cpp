@@ -77,7 +77,15 @@ void store(HostTensor& tensor, int64_t index, T value) {
 
 HostTensor::HostTensor(DType dtype_in, std::vector<int64_t> shape_in)
     : dtype(dtype_in), shape(std::move(shape_in)) {
-  bytes.resize(static_cast<std::size_t>(count()) * size_of(dtype));
+  bytes.assign(static_cast<std::size_t>(count()) * size_of(dtype), std::byte{0});
+}
+
+HostTensor HostTensor::uninitialised(DType dtype, std::vector<int64_t> shape) {
+  HostTensor tensor;
+  tensor.dtype = dtype;
+  tensor.shape = std::move(shape);
+  tensor.bytes.resize(static_cast<std::size_t>(tensor.count()) * size_of(dtype));
+  return tensor;
 }
 
 int64_t HostTensor::count() const {

@@ -25,6 +25,15 @@ struct AlignedAllocator {
     return static_cast<T*>(::operator new(count * sizeof(T), kAlignment));
   }
   void deallocate(T* address, std::size_t /*count*/) { ::operator delete(address, kAlignment); }
+  /// resize() leaves new elements as the memory is: what is read from a file is not filled before.
+  template <class U>
+  void construct(U* address) {
+    ::new (static_cast<void*>(address)) U;
+  }
+  template <class U>
+  void construct(U* address, const U& value) {
+    ::new (static_cast<void*>(address)) U(value);
+  }
   friend bool operator==(const AlignedAllocator&, const AlignedAllocator&) { return true; }
 };
 
@@ -39,6 +48,9 @@ struct HostTensor {
   HostTensor() = default;
   /// Zeroes. The product of the extents must fit memory.
   HostTensor(DType dtype, std::vector<int64_t> shape);
+
+  /// The same with whatever the memory holds.
+  static HostTensor uninitialised(DType dtype, std::vector<int64_t> shape);
 
   int64_t count() const;
   /// Element `index` in index order; integers beyond 2^53 lose precision.

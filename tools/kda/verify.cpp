@@ -19,6 +19,8 @@ struct Counts {
   int outputs = 0;
   int failed = 0;
   int unsupported = 0;
+  int bad_files = 0;
+  int bad_file_code = kRight;  ///< of the first
 };
 
 void print_header(const Common& common) {
@@ -65,7 +67,9 @@ int verify_case(const Common& common, const Case& c, Counts& counts) {
   Result<Device> device = choose_device(common, c.forward);
   if (!device.ok()) return fail(common, "", device.status());
   ++counts.cases;
-  if (!common.json) fmt::print("\n{}  ({}, {})\n", c.name, shape_text(c.forward), name_of(*device));
+  if (!common.json) {
+    fmt::print("\n{}  ({}, {})\n", printable(c.name), shape_text(c.forward), name_of(*device));
+  }
   Result<std::vector<CheckedOutput>> checked = cases::check_case(c, *device, common.options());
   if (!checked.ok()) {
     if (checked.status().code() != StatusCode::kUnsupported) {
@@ -104,12 +108,15 @@ int finish(const Common& common, const Counts& counts) {
     json summary = {
         {"cases", counts.cases}, {"outputs", counts.outputs}, {"failed", counts.failed}};
     if (counts.unsupported > 0) summary["unsupported"] = counts.unsupported;
+    if (counts.bad_files > 0) summary["bad_files"] = counts.bad_files;
     print_json(summary);
   } else {
     fmt::print(
-        "\n{} cases, {} outputs: {} failed{}\n", counts.cases, counts.outputs, counts.failed,
-        counts.unsupported > 0 ? fmt::format(", {} cases unsupported", counts.unsupported) : "");
+        "\n{} cases, {} outputs: {} failed{}{}\n", counts.cases, counts.outputs, counts.failed,
+        counts.unsupported > 0 ? fmt::format(", {} cases unsupported", counts.unsupported) : "",
+        counts.bad_files > 0 ? fmt::format(", {} bad files", counts.bad_files) : "");
   }
+  if (counts.bad_files > 0) return counts.bad_file_code;
   if (counts.failed > 0) return kMismatch;
   return counts.unsupported > 0 ? kUnsupportedHere : kRight;
 }
@@ -125,7 +132,11 @@ int verify(const VerifyCommand& command) {
   for (std::size_t i = 0; i < given; ++i) {
     progress.step(fmt::format("{}/{} {}", i + 1, given, command.case_paths[i]));
     Result<Case> c = cases::load_case(command.case_paths[i]);
-    if (!c.ok()) return fail(common, command.case_paths[i], c.status());
+    if (!c.ok()) {
+      const int code = fail(common, command.case_paths[i], c.status());
+      if (++counts.bad_files == 1) counts.bad_file_code = code;
+      continue;
+    }
     if (const int code = verify_case(common, *c, counts); code != kRight) return code;
   }
   if (given == 0) {
