@@ -33,9 +33,6 @@ int64_t most_tasks(const Kernel& kernel, const Problem& problem) {
   return parts * heads_of(kernel.kind, problem.sizes);
 }
 
-// Beyond any machine, and far enough from where 64-bit byte counts end.
-constexpr double kMostBytes = 0x1p60;
-
 class CpuExecutor final : public Executor {
  public:
   CpuExecutor(const Problem& problem, const Device& device, const Kernel& kernel, int threads)
