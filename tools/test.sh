@@ -33,9 +33,12 @@ if command -v ccache >/dev/null; then
     -DCMAKE_CUDA_COMPILER_LAUNCHER=ccache)
 fi
 
-build() {  # preset, target (everything if absent)
-  cmake --preset "$1" --log-level=WARNING -Wno-dev "${launchers[@]}"
-  cmake --build --preset "$1" --parallel "$jobs" --target "${2:-all}"
+build() {  # preset, targets (everything if none)
+  local preset=$1
+  shift
+  if (($# == 0)); then set -- all; fi
+  cmake --preset "$preset" --log-level=WARNING -Wno-dev "${launchers[@]}"
+  cmake --build --preset "$preset" --parallel "$jobs" --target "$@"
 }
 
 test_all() {  # preset, ctest options...
@@ -62,7 +65,7 @@ step_asan() {
 }
 
 step_tsan() {
-  build tsan
+  build tsan kda_thread_tests
   test_all tsan -L threads
 }
 
@@ -86,7 +89,8 @@ step_tidy() {
 }
 
 step_cuda() {
-  PATH=$PATH:/usr/local/cuda/bin:$PWD/build/cuda-toolkit/bin build cuda-release
+  PATH=$PATH:/usr/local/cuda/bin:$PWD/build/cuda-toolkit/bin \
+    build cuda-release kda_program kda_cuda_tests
 }
 
 if [[ $setup == yes ]]; then
