@@ -530,7 +530,9 @@ TEST(Reports, PAGED_03_WrongSlotsAreRefused) {
     for (const auto& wrong : {std::vector<double>{0, 2}, {-2, 0}, {1, 1}}) {
       TensorMap inputs = c.inputs;
       inputs[kStateIndices] = cases::from_doubles(DType::kI32, {2}, wrong);
-      const auto result = run_guarded(problem, inputs, choosing(family));
+      Conditions conditions = choosing(family);
+      conditions.state_in_place = true;
+      const auto result = run_guarded(problem, inputs, conditions);
       EXPECT_EQ(result.status().code(), StatusCode::kInvalidArgument) << family;
       EXPECT_EQ(result.status().message().rfind("state_indices[", 0), 0u)
           << result.status().message();
