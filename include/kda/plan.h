@@ -18,7 +18,7 @@ namespace kda {
 struct Options {
   /// Implementation to use: a name ("cpu_chunk_fwd"), a family ("cpu", "reference"), or several
   /// separated by commas. Empty: environment variable KDA_IMPL, else the first that supports the
-  /// problem. An explicit choice never falls back.
+  /// problem. An explicit choice never falls back; a word that is neither is refused.
   std::string implementation;
   /// Threads of the CPU backend; 0 = OpenMP's default. Results do not depend on it.
   int32_t threads = 0;
@@ -43,7 +43,8 @@ struct Args {
 
 class Executor;
 
-/// A chosen implementation, ready to run any number of times from any thread. Cheap to copy.
+/// A chosen implementation, ready to run any number of times from any thread. Cheap to copy. Once
+/// moved from, a plan may be assigned to or destroyed, and run refuses; the rest is undefined.
 class Plan {
  public:
   /// The validated problem.
@@ -57,7 +58,8 @@ class Plan {
   /// Computes. On the CPU it returns when done. On CUDA it enqueues on `stream` (a cudaStream_t)
   /// and returns: no allocation, no synchronisation, capturable in a graph.
   ///
-  /// Inputs are never written, except that final_state may be the same tensor as initial_state.
+  /// Inputs are never written, except that final_state may be the same tensor as initial_state, and
+  /// with state_indices must be.
   /// Otherwise outputs must not overlap inputs, other outputs or the workspace.
   Status run(const Args& args, void* stream = nullptr) const;
 

@@ -71,7 +71,8 @@ inline constexpr int kOperationCount = 11;
 std::string_view name_of(Operation operation);
 
 /// Every tensor an operation can read or write. New names are appended; values are part of the C
-/// ABI. Shapes, roles and permitted dtypes per operation: `tensors_of` in problem.h.
+/// ABI. Shapes, roles and permitted dtypes per operation: `tensors_of` in problem.h. Where one is
+/// passed, it must be one of these: no range is checked.
 enum class TensorId : int32_t {
   kQ = 0,
   kK,

@@ -4,6 +4,7 @@
 #include <exception>
 #include <new>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include <fmt/format.h>
@@ -61,8 +62,12 @@ template <class Struct>
 Status check_struct(const Struct* value, const char* name) {
   if (value == nullptr) return invalid(fmt::format("{}: null pointer", name));
   if (value->struct_size != sizeof(Struct)) {
-    return invalid(fmt::format("{}: struct_size is {}, expected {}; call {}_init first", name,
-                               value->struct_size, sizeof(Struct), name));
+    const bool makes = std::string_view(name) == "kda_problem";
+    return invalid(
+        fmt::format("{}: struct_size is {}, expected {}; call {}_init{} first, with the "
+                    "header of the library that is linked ({})",
+                    name, value->struct_size, sizeof(Struct), name,
+                    makes ? " or kda_problem_make" : "", kda::version()));
   }
   return {};
 }

@@ -1,4 +1,6 @@
 // Checks of the addresses of one run.
+#include <algorithm>
+#include <array>
 #include <cstdint>
 
 #include <fmt/format.h>
@@ -15,7 +17,7 @@ struct Range {
   std::uintptr_t begin;  // of the first element
   std::uintptr_t last;   // of the last element
   std::uintptr_t end;
-  bool dense;  // no gaps: every byte from begin to end belongs to an element
+  bool dense;  // every byte from begin to end belongs to an element
 
   bool holds(std::uintptr_t address) const { return begin <= address && address < end; }
 };
@@ -30,17 +32,58 @@ bool share_memory(const Range& a, const Range& b) {
          (b.dense && (b.holds(a.begin) || b.holds(a.last)));
 }
 
-bool may_share(const Problem& problem, const Range& a, const Range& b) {
-  const bool states = (a.id == TensorId::kInitialState && b.id == TensorId::kFinalState) ||
-                      (a.id == TensorId::kFinalState && b.id == TensorId::kInitialState);
-  return states && a.begin == b.begin && problem[a.id].dtype == problem[b.id].dtype &&
-         problem[a.id].stride == problem[b.id].stride;
+/// No place between the first and the last element is left out. Repeats (stride 0) do not count.
+bool is_dense(const TensorLayout& layout) {
+  std::array<std::size_t, 4> order{0, 1, 2, 3};
+  std::sort(order.begin(), order.end(),
+            [&](std::size_t a, std::size_t b) { return layout.stride[a] < layout.stride[b]; });
+  int64_t next = 1;  // the stride that continues the places covered so far
+  for (const std::size_t dim : order) {
+    if (layout.shape[dim] <= 1 || layout.stride[dim] == 0) continue;
+    if (layout.stride[dim] != next) return false;
+    next *= layout.shape[dim];
+  }
+  return true;
 }
 
-Status overlap(const Range& a, std::string_view other) {
-  return {StatusCode::kInvalidArgument, fmt::format("{}: its memory overlaps {}, expected outputs "
-                                                    "and the workspace apart from everything else",
-                                                    name_of(a.id), other)};
+/// The same address, dtype and strides; strides of dimensions with one entry say nothing.
+bool same_memory(const Problem& problem, const Args& args, TensorId a, TensorId b) {
+  const TensorLayout& x = problem[a];
+  const TensorLayout& y = problem[b];
+  for (std::size_t i = 0; i < 4; ++i) {
+    if (x.shape[i] > 1 && x.stride[i] != y.stride[i]) return false;
+  }
+  return args[a] == args[b] && x.dtype == y.dtype && x.shape == y.shape;
+}
+
+bool are_states(TensorId a, TensorId b) {
+  return (a == TensorId::kInitialState && b == TensorId::kFinalState) ||
+         (a == TensorId::kFinalState && b == TensorId::kInitialState);
+}
+
+/// Slots that no sequence names are not written: in a pool of its own they would stay undefined.
+Status check_pool(const Problem& problem, const Args& args) {
+  if (!problem.has(TensorId::kStateIndices) ||
+      same_memory(problem, args, TensorId::kInitialState, TensorId::kFinalState)) {
+    return {};
+  }
+  return {StatusCode::kInvalidArgument,
+          "final_state: with state_indices it must be the same memory as initial_state (address, "
+          "dtype and strides): the pool is updated in place"};
+}
+
+Status overlap(TensorId id, std::string_view other, std::string_view unless = "") {
+  return {StatusCode::kInvalidArgument,
+          fmt::format("{}: its memory overlaps {}, expected outputs and the workspace apart from "
+                      "everything else{}",
+                      name_of(id), other, unless)};
+}
+
+Status check_overlap(const Problem& problem, const Args& args, const Range& a, const Range& b) {
+  if (!share_memory(a, b)) return {};
+  if (!are_states(a.id, b.id)) return overlap(a.id, name_of(b.id));
+  if (same_memory(problem, args, a.id, b.id)) return {};
+  return overlap(a.id, name_of(b.id), ", or both the same memory: address, dtype and strides");
 }
 
 }  // namespace
@@ -63,10 +106,10 @@ Status check_args(const Problem& problem, const Args& args, std::size_t workspac
                           name_of(spec.id), address, size_of(layout.dtype), name_of(layout.dtype))};
     }
     const std::uintptr_t end = address + static_cast<std::uintptr_t>(problem.bytes(spec.id));
-    ranges[count++] = {spec.id, spec.role,
-                       address, end - size_of(layout.dtype),
-                       end,     span_elements(layout) == count_elements(layout)};
+    ranges[count++] = {spec.id, spec.role,       address, end - size_of(layout.dtype),
+                       end,     is_dense(layout)};
   }
+  if (Status status = check_pool(problem, args); !status.ok()) return status;
   const auto workspace = reinterpret_cast<std::uintptr_t>(args.workspace);
   if (args.workspace_bytes < workspace_bytes || (workspace_bytes > 0 && workspace == 0)) {
     return {StatusCode::kInvalidArgument,
@@ -82,13 +125,12 @@ Status check_args(const Problem& problem, const Args& args, std::size_t workspac
   for (std::size_t i = 0; i < count; ++i) {
     const Range& a = ranges[i];
     if (workspace_bytes > 0 && a.begin < workspace + workspace_bytes && workspace < a.end) {
-      return overlap(a, "the workspace");
+      return overlap(a.id, "the workspace");
     }
     if (a.role != Role::kOutput) continue;
     for (std::size_t j = 0; j < count; ++j) {
-      const Range& b = ranges[j];
-      if (i != j && share_memory(a, b) && !may_share(problem, a, b))
-        return overlap(a, name_of(b.id));
+      if (i == j) continue;
+      if (Status status = check_overlap(problem, args, a, ranges[j]); !status.ok()) return status;
     }
   }
   return {};

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include "core/executor.h"
 #include "core/log.h"
@@ -45,6 +46,30 @@ Request requested_implementation(const Options& options) {
   return {value != nullptr ? value : "", "environment variable KDA_IMPL"};
 }
 
+/// The first word that is neither the name nor the family of a row, whatever its operation; "" if
+/// there is none.
+std::string_view unknown_word(const std::vector<std::string_view>& words) {
+  for (const std::string_view word : words) {
+    const auto rows = all_implementations();
+    if (std::none_of(rows.begin(), rows.end(), [&](const Implementation& row) {
+          return word == row.name || word == row.family;
+        })) {
+      return word;
+    }
+  }
+  return {};
+}
+
+std::string families() {
+  std::vector<std::string_view> names;
+  for (const Implementation& row : all_implementations()) {
+    if (std::find(names.begin(), names.end(), row.family) == names.end()) {
+      names.push_back(row.family);
+    }
+  }
+  return fmt::format("{}", fmt::join(names, ", "));
+}
+
 /// The rows of an operation and device that the caller's choice leaves, in order.
 Result<std::vector<const Implementation*>> candidates(const Problem& problem, const Device& device,
                                                       const Options& options) {
@@ -59,8 +84,9 @@ Result<std::vector<const Implementation*>> candidates(const Problem& problem, co
     for (std::string_view word : words) wanted |= word == row.name || word == row.family;
     if (wanted) chosen.push_back(&row);
   }
-  if (!chosen.empty()) return chosen;
-  if (available.empty()) {
+  const std::string_view unknown = unknown_word(words);
+  if (!chosen.empty() && unknown.empty()) return chosen;
+  if (available.empty() && unknown.empty()) {
     const bool no_cuda = device.type == DeviceType::kCuda && !cuda_unavailable_reason().empty();
     return Status(StatusCode::kUnsupported,
                   fmt::format("device {}: nothing runs {} there{}{}", name_of(device.type),
@@ -68,9 +94,11 @@ Result<std::vector<const Implementation*>> candidates(const Problem& problem, co
                               no_cuda ? cuda_unavailable_reason() : ""));
   }
   return Status(StatusCode::kInvalidArgument,
-                fmt::format("{}: found \"{}\", expected one of {} (or their families) for {} on {}",
-                            request.source, request.text, available, name_of(problem.operation),
-                            name_of(device.type)));
+                fmt::format("{}: found \"{}\", expected one of the families {}, or for {} on {} "
+                            "one of {}",
+                            request.source, unknown.empty() ? request.text : unknown, families(),
+                            name_of(problem.operation), name_of(device.type),
+                            available.empty() ? "none" : available));
 }
 
 Status check_device(const Device& device) {
@@ -116,6 +144,9 @@ std::string_view Plan::implementation() const { return executor_->name(); }
 std::size_t Plan::workspace_bytes() const { return executor_->workspace_bytes(); }
 
 Status Plan::run(const Args& args, void* stream) const {
+  if (executor_ == nullptr) {
+    return {StatusCode::kInvalidArgument, "plan: moved from, expected one that make_plan returned"};
+  }
   const bool cuda = executor_->device().type == DeviceType::kCuda;
   if (Status status = check_args(problem(), args, workspace_bytes(),
                                  cuda ? kCudaWorkspaceAlignment : kCpuWorkspaceAlignment);

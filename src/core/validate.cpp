@@ -3,6 +3,8 @@
 #include <array>
 #include <cmath>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -59,7 +61,14 @@ Status check_sizes(const Problem& problem) {
     }
     if (Status status = check_size("N", s.N, 0, kMaxElements); !status.ok()) return status;
   }
-  if (problem.has(TensorId::kStateIndices)) return check_size("P", s.P, 1, kMaxElements);
+  if (problem.has(TensorId::kStateIndices)) {
+    if (Status status = check_size("P", s.P, 1, kMaxElements); !status.ok()) return status;
+  }
+  // Work is handed out by sequence and head.
+  if (saturating_product(problem.sequences(), s.HV) > kMaxElements) {
+    return invalid("size {}: found {} with HV = {}, expected a product of at most {}",
+                   problem.packed() ? "N" : "B", problem.sequences(), s.HV, kMaxElements);
+  }
   return {};
 }
 
@@ -154,13 +163,42 @@ auto extents(const TensorLayout& layout) {
   return fmt::join(layout.shape.begin(), layout.shape.begin() + layout.rank, ",");
 }
 
+/// The size behind the largest extent of a shape, as "T = 100".
+std::string largest_size(const Problem& problem, const TensorSpec& spec) {
+  const Sizes& s = problem.sizes;
+  const bool pool = problem.has(TensorId::kStateIndices);
+  struct Size {
+    std::string_view name;
+    int64_t value;
+    bool used;
+  };
+  const auto has = [&](std::string_view part) {
+    return spec.shape.find(part) != std::string_view::npos;
+  };
+  const bool sequences = (has("[S,") && !pool) || has("[NC,") || has("[N");
+  const std::array<Size, 8> sizes = {{{"B", s.B, has("[B,") || (sequences && !problem.packed())},
+                                      {"T", s.T, has(",T,") || has("[NC,")},
+                                      {"H", s.H, has(",H,")},
+                                      {"HV", s.HV, has("HV")},
+                                      {"K", s.K, has("K")},
+                                      {"V", s.V, has(",V]")},
+                                      {"N", s.N, sequences && problem.packed()},
+                                      {"P", s.P, has("[S,") && pool}}};
+  const Size* most = &sizes.front();
+  for (const Size& size : sizes) {
+    if (size.used && (!most->used || size.value > most->value)) most = &size;
+  }
+  return fmt::format("{} = {}", most->name, most->value);
+}
+
 /// Also of absent tensors: implementations make some of them in their workspace.
 Status check_canonical_sizes(const Problem& problem) {
   for (const TensorSpec& spec : tensors_of(problem.operation)) {
     const TensorLayout expected = problem.canonical_layout(spec.id);
     if (count_elements(expected) > kMaxElements) {
-      return invalid("{}: shape [{}] = {} is too large, expected at most {} elements",
-                     name_of(spec.id), extents(expected), spec.shape, kMaxElements);
+      return invalid("sizes: {} is too large, {} would be [{}] = {}, expected at most {} elements",
+                     largest_size(problem, spec), name_of(spec.id), extents(expected), spec.shape,
+                     kMaxElements);
     }
   }
   return {};
@@ -237,7 +275,10 @@ Status resolve_tensor(Problem& problem, const TensorSpec& spec) {
                       ? problem[tensors_of(problem.operation).front().id].dtype
                       : DType::kNone;
   if (!rule_accepts(spec.dtypes, layout.dtype, q)) {
-    return invalid("{}: found dtype {}, expected {}", name, name_of(layout.dtype),
+    const bool known = size_of(layout.dtype) != 0;
+    return invalid("{}: found dtype {}, expected {}", name,
+                   known ? std::string(name_of(layout.dtype))
+                         : fmt::format("value {}", static_cast<int32_t>(layout.dtype)),
                    spec.dtypes == DTypeRule::kSameAsQ ? fmt::format("{} as q", name_of(q))
                                                       : std::string(describe(spec.dtypes)));
   }
@@ -271,8 +312,12 @@ Status check_membership(const Problem& problem) {
   if (std::none_of(specs.begin(), specs.end(), [&](const TensorSpec& spec) {
         return spec.role == Role::kOutput && (spec.required || problem.has(spec.id));
       })) {
-    return invalid("outputs: none asked for, expected at least one of {}'s",
-                   name_of(problem.operation));
+    std::vector<std::string_view> outputs;
+    for (const TensorSpec& spec : specs) {
+      if (spec.role == Role::kOutput) outputs.push_back(name_of(spec.id));
+    }
+    return invalid("outputs: none asked for, expected {} to have at least one of {}",
+                   name_of(problem.operation), fmt::join(outputs, ", "));
   }
   return {};
 }

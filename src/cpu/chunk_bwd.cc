@@ -200,12 +200,16 @@ void gate_backward(const Run& run, const Head& head, const Chunk& chunk, const G
       const Vec g = log_decay(d, gate, z);
       const Vec least = hn::Set(d, kLeastLogDecay);
       const Vec dg = hn::IfThenZeroElse(hn::Lt(g, least), hn::Load(d, w.dkc + at));
-      const Vec dz = hn::Mul(dg, log_decay_slope(d, gate, z));
+      // Where dg is 0 its factors may be infinite; z may be where dz is 0, and dz where z is.
+      const Vec zero = hn::Zero(d);
+      const Vec dz =
+          hn::IfThenZeroElse(hn::Eq(dg, zero), hn::Mul(dg, log_decay_slope(d, gate, z, g)));
       hn::Store(dz, d, w.dkc + at);
       ddt_bias = hn::Add(ddt_bias, dz);
-      const Vec term = gate.kind == Gate::kSoftplus ? hn::Mul(dg, g) : hn::Mul(dz, z);
-      // Where dg is 0, g or z may be infinite.
-      dA = hn::Add(dA, hn::IfThenZeroElse(hn::Eq(dg, hn::Zero(d)), term));
+      const Vec a = gate.kind == Gate::kSoftplus ? dg : dz;
+      const Vec b = gate.kind == Gate::kSoftplus ? g : z;
+      const auto none = hn::Or(hn::Eq(a, zero), hn::Eq(b, zero));
+      dA = hn::Add(dA, hn::IfThenZeroElse(none, hn::Mul(a, b)));
     }
     alignas(64) float lanes[kPad];
     hn::Store(ddt_bias, d, lanes);

@@ -4,8 +4,10 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <limits>
+#include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include <fmt/format.h>
 
@@ -33,6 +35,9 @@ int64_t most_tasks(const Kernel& kernel, const Problem& problem) {
   return parts * heads_of(kernel.kind, problem.sizes);
 }
 
+// Beyond any machine, and far from where 64-bit byte counts end.
+constexpr int64_t kMostBytes = int64_t{1} << 52;
+
 class CpuExecutor final : public Executor {
  public:
   CpuExecutor(const Problem& problem, const Device& device, const Kernel& kernel, int threads)
@@ -46,10 +51,9 @@ class CpuExecutor final : public Executor {
     return static_cast<std::size_t>(shared_bytes_ + threads_ * scratch_bytes());
   }
 
-  /// workspace_bytes() without overflow.
-  double estimated_bytes() const {
-    const double scratch = static_cast<double>(scratch_) * sizeof(float);
-    return static_cast<double>(shared_bytes_) + threads_ * scratch;
+  /// workspace_bytes() would not overflow and could exist.
+  bool fits() const {
+    return shared_bytes_ <= kMostBytes / 2 && scratch_ <= kMostBytes / 2 / threads_ / 4;
   }
 
   Status run(const Args& args, void*) const override {
@@ -109,7 +113,9 @@ class CpuExecutor final : public Executor {
       if (slot == -1) continue;
       if (used[static_cast<std::size_t>(slot)]) {
         return {StatusCode::kInvalidArgument,
-                fmt::format("state_indices[{}]: found {} again, expected each slot once", i, slot)};
+                fmt::format("state_indices[{}]: found {}, expected a slot that no earlier sequence "
+                            "has",
+                            i, slot)};
       }
       used[static_cast<std::size_t>(slot)] = true;
     }
@@ -125,7 +131,8 @@ class CpuExecutor final : public Executor {
 Status check_features(const Problem& problem) {
   for (const TensorSpec& spec : tensors_of(problem.operation)) {
     if (problem[spec.id].dtype == DType::kF64) {
-      return {StatusCode::kUnsupported, fmt::format("fp64 tensors ({})", name_of(spec.id))};
+      return {StatusCode::kUnsupported,
+              fmt::format("does not take fp64 tensors ({})", name_of(spec.id))};
     }
   }
   return {};
@@ -139,7 +146,13 @@ Result<std::unique_ptr<Executor>> create(const Problem& problem, const Device& d
   const int wanted = options.threads > 0 ? options.threads : omp_get_max_threads();
   const int64_t tasks = std::max<int64_t>(most_tasks(kernel, problem), 1);
   const auto threads = static_cast<int>(std::min<int64_t>(wanted, tasks));
-  return std::unique_ptr<Executor>(std::make_unique<CpuExecutor>(problem, device, kernel, threads));
+  auto executor = std::make_unique<CpuExecutor>(problem, device, kernel, threads);
+  if (!executor->fits()) {
+    return Status(
+        StatusCode::kUnsupported,
+        fmt::format("does not take sizes that need a workspace of more than {} bytes", kMostBytes));
+  }
+  return std::unique_ptr<Executor>(std::move(executor));
 }
 
 constexpr std::string_view kFeatures =

@@ -5,10 +5,20 @@
 
 namespace kda::cpu {
 
+namespace {
+
+bool has_values(Operation operation) {
+  const auto specs = tensors_of(operation);
+  return std::any_of(specs.begin(), specs.end(),
+                     [](const TensorSpec& spec) { return spec.shape.ends_with(",V]"); });
+}
+
+}  // namespace
+
 Dims::Dims(const Problem& problem)
     : C(problem.chunk_size),
       K(problem.sizes.K),
-      V(problem.sizes.V),
+      V(has_values(problem.operation) ? problem.sizes.V : 0),
       G(problem.sizes.HV / problem.sizes.H),
       Kp(padded(K)),
       Vp(padded(V)),

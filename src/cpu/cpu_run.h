@@ -1,6 +1,7 @@
 // What every task of the fast CPU backend sees: one run, its sizes, its tiles in memory.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -22,7 +23,8 @@ constexpr int64_t padded(int64_t n) { return (n + kPad - 1) / kPad * kPad; }
 /// sets of the first-level cache.
 constexpr int64_t leading(int64_t n) { return ((n + kPad - 1) / kPad | 1) * kPad; }
 
-/// Sizes of the tiles of one head. p: padded, ld: row distance.
+/// Sizes of the tiles of one head. p: padded, ld: row distance. V is 0 if no tensor of the
+/// operation has it.
 struct Dims {
   explicit Dims(const Problem& problem);
 
@@ -35,14 +37,17 @@ struct Dims {
 class Arena {
  public:
   explicit Arena(float* base) : base_(base) {}
+  /// The count stops at a number that no machine has, so that it does not overflow.
   float* take(int64_t floats) {
     float* tile = base_ == nullptr ? nullptr : base_ + used_;
-    used_ += padded(floats);
+    used_ = std::min(used_ + std::min(padded(floats), kMost), kMost);
     return tile;
   }
   int64_t used() const { return used_; }
 
  private:
+  static constexpr int64_t kMost = int64_t{1} << 60;
+
   float* base_;
   int64_t used_ = 0;
 };

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "core/shape.h"
 #include "cpu/cpu_run.h"
 
 namespace kda::cpu {
@@ -62,7 +63,8 @@ struct ChunkStore {
       : rows_(s.C * s.ldv),
         scores_(s.C * s.ldc),
         state_(keeps_h(problem) ? s.Kp * s.ldv : 0),
-        base_(arena.take((problem.sizes.T + s.C - 1) / s.C * (rows_ + 2 * scores_ + state_))) {}
+        base_(arena.take(
+            saturating_product((problem.sizes.T + s.C - 1) / s.C, rows_ + 2 * scores_ + state_))) {}
 
   /// The states come from the caller if the forward saved them in fp32.
   static bool keeps_h(const Problem& problem) { return problem[TensorId::kH].dtype != DType::kF32; }

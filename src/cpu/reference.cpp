@@ -74,7 +74,8 @@ Result<std::unique_ptr<Executor>> create(const Problem& problem, const Device& d
   const int64_t scratch = scratch_of(problem);
   if (shared > kMostDoubles || scratch > kMostDoubles / threads) {
     return Status(StatusCode::kUnsupported,
-                  fmt::format("sizes that need a workspace of more than {} doubles", kMostDoubles));
+                  fmt::format("does not take sizes that need a workspace of more than {} doubles",
+                              kMostDoubles));
   }
   return std::unique_ptr<Executor>(std::make_unique<ReferenceExecutor>(
       problem, device, run, static_cast<int>(threads), shared, scratch));

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #include <hwy/cache_control.h>
 #include <hwy/contrib/math/math-inl.h>
@@ -291,11 +292,13 @@ inline float sigmoid(float x) {
   return (x >= 0 ? 1.0f : e) / (1.0f + e);
 }
 
-/// The gate of one value head.
+/// The gate of one value head: g = -scale y(x), y = softplus or sigmoid, x = slope z.
 struct GateTerms {
   Gate kind;
-  float slope;  ///< exp(A_log)
-  float lower_bound;
+  float slope;         ///< of x; 1 for softplus
+  float scale;         ///< exp(A_log) for softplus, else -lower_bound
+  bool far;            ///< the scale is beyond the range of floats
+  float log_scale[2];  ///< its logarithm as a sum: large + small
   const float* bias;
 };
 
@@ -303,38 +306,62 @@ inline GateTerms load_gate(const Run& run, int64_t hv, float* bias) {
   load_tile(run.head_row(TensorId::kDtBias, hv), 1, run.dims.K, bias, 0, 1);
   alignas(64) float a_log[kPad];
   load_tile(run.head_row(TensorId::kALog, hv), 1, 1, a_log, 0, 1);
-  return {run.problem.gate, std::exp(a_log[0]), static_cast<float>(run.problem.lower_bound), bias};
+  constexpr double kMost = std::numeric_limits<float>::max();
+  const auto A_log = static_cast<double>(a_log[0]);
+  const bool softplus = run.problem.gate == Gate::kSoftplus;
+  const double scale = softplus ? std::exp(A_log) : -run.problem.lower_bound;
+  const double log_scale = softplus ? A_log : std::log(scale);
+  GateTerms gate{run.problem.gate,
+                 1.0f,
+                 static_cast<float>(std::min(scale, kMost)),
+                 scale > kMost,
+                 {static_cast<float>(log_scale), 0.0f},
+                 bias};
+  gate.log_scale[1] = static_cast<float>(log_scale - static_cast<double>(gate.log_scale[0]));
+  // A finite slope, so that 0 stays 0 times it; x is as good as infinite all the same.
+  if (!softplus) gate.slope = static_cast<float>(std::min(std::exp(A_log), kMost));
+  return gate;
 }
 
 /// Below this natural-log decay a token is clamped (docs/semantics.md 6.5).
 constexpr float kLeastLogDecay = -40.0f;
 
+/// -scale y, where y = softplus(x) or sigmoid(x).
+HWY_INLINE Vec times_scale(Floats d, const GateTerms& gate, Vec x, Vec y) {
+  const Vec plain = hn::Mul(hn::Set(d, -gate.scale), y);
+  if (!gate.far) return plain;
+  // Where y makes up for such a scale it is exp(x), and leaves the range of floats too.
+  Vec power = hn::Add(x, hn::Set(d, gate.log_scale[0]));
+  power = hn::Add(power, hn::Set(d, gate.log_scale[1]));
+  const Vec tail = hn::Neg(hn::Exp(d, hn::Min(power, hn::Set(d, 80.0f))));
+  return hn::IfThenElse(hn::Lt(x, hn::Set(d, -20.0f)), tail, plain);
+}
+
+/// sigmoid(x); of -x where `mirrored`.
+HWY_INLINE Vec sigmoid_of(Floats d, Vec x, bool mirrored = false) {
+  const Vec one = hn::Set(d, 1.0f);
+  const Vec e = hn::Exp(d, hn::Neg(hn::Abs(x)));
+  const auto upper = mirrored ? hn::Lt(x, hn::Zero(d)) : hn::Ge(x, hn::Zero(d));
+  return hn::Div(hn::IfThenElse(upper, one, e), hn::Add(one, e));
+}
+
 /// (3.4) or (3.8): the natural-log decay, not yet clamped; z is the raw input plus bias.
 HWY_INLINE Vec log_decay(Floats d, const GateTerms& gate, Vec z) {
   if (gate.kind == Gate::kNone) return z;
-  const Vec one = hn::Set(d, 1.0f);
   if (gate.kind == Gate::kSoftplus) {
     const Vec tail = hn::Log1p(d, hn::Exp(d, hn::Neg(hn::Abs(z))));
-    return hn::Mul(hn::Set(d, -gate.slope), hn::Add(hn::Max(hn::Zero(d), z), tail));
+    return times_scale(d, gate, z, hn::Add(hn::Max(hn::Zero(d), z), tail));
   }
   const Vec x = hn::Mul(hn::Set(d, gate.slope), z);
-  const Vec e = hn::Exp(d, hn::Neg(hn::Abs(x)));
-  const Vec top = hn::IfThenElse(hn::Ge(x, hn::Zero(d)), one, e);
-  return hn::Mul(hn::Set(d, gate.lower_bound), hn::Div(top, hn::Add(one, e)));
+  return times_scale(d, gate, x, sigmoid_of(d, x));
 }
 
-/// dg / dz, (3.5) or (3.9).
-HWY_INLINE Vec log_decay_slope(Floats d, const GateTerms& gate, Vec z) {
-  const Vec one = hn::Set(d, 1.0f);
-  if (gate.kind == Gate::kNone) return one;
-  const Vec x = gate.kind == Gate::kSoftplus ? z : hn::Mul(hn::Set(d, gate.slope), z);
-  const Vec e = hn::Exp(d, hn::Neg(hn::Abs(x)));
-  const Vec r = hn::Div(one, hn::Add(one, e));
-  if (gate.kind == Gate::kSoftplus) {
-    const Vec top = hn::IfThenElse(hn::Ge(x, hn::Zero(d)), one, e);
-    return hn::Mul(hn::Set(d, -gate.slope), hn::Mul(top, r));
-  }
-  return hn::Mul(hn::Set(d, gate.lower_bound * gate.slope), hn::Mul(e, hn::Mul(r, r)));
+/// dg / dz, (3.5) or (3.9); g is log_decay of z. Means nothing where g is clamped.
+HWY_INLINE Vec log_decay_slope(Floats d, const GateTerms& gate, Vec z, Vec g) {
+  if (gate.kind == Gate::kNone) return hn::Set(d, 1.0f);
+  if (gate.kind == Gate::kSoftplus) return times_scale(d, gate, z, sigmoid_of(d, z));
+  const Vec slope = hn::Set(d, gate.slope);
+  return hn::Mul(slope, hn::Mul(g, sigmoid_of(d, hn::Mul(slope, z), true)));
 }
 
 /// Raw gate rows to clamped natural-log decays, in place; rows from `valid` on become 0.

@@ -35,9 +35,12 @@ if(KIND STREQUAL "other_kind")
 endif()
 must(${CMAKE_COMMAND} --install ${BUILD} --config ${CONFIG} --prefix ${WORK}/prefix)
 
+# Moved, so that nothing may know where it was installed.
+file(REMOVE_RECURSE ${WORK}/moved)
+file(RENAME ${WORK}/prefix ${WORK}/moved)
 foreach(example cpp_minimal c_minimal)
   must(${CMAKE_COMMAND} -S ${SOURCE}/examples/${example} -B ${WORK}/${example} ${compilers}
-       -D CMAKE_PREFIX_PATH=${WORK}/prefix)
+       -D CMAKE_PREFIX_PATH=${WORK}/moved)
   must(${CMAKE_COMMAND} --build ${WORK}/${example})
   must(${WORK}/${example}/${example})
   message(STATUS "${example}\n${output}")
@@ -49,4 +52,24 @@ foreach(example cpp_minimal c_minimal)
 endforeach()
 if(NOT cpp_minimal_output STREQUAL c_minimal_output)
   message(FATAL_ERROR "the two examples differ:\n${cpp_minimal_output}\n${c_minimal_output}")
+endif()
+
+# Before 1.0 programs ask for the minor version that they were linked with.
+file(GLOB shared ${WORK}/moved/*/libkda.so ${WORK}/moved/*/*/libkda.so)
+if(shared AND NOT EXISTS ${shared}.0.1)
+  message(FATAL_ERROR "${shared}.0.1 is missing")
+endif()
+
+# pkg-config follows the files too.
+find_program(pkg_config pkg-config)
+if(pkg_config)
+  file(GLOB_RECURSE pc ${WORK}/moved/*/kda.pc)
+  cmake_path(GET pc PARENT_PATH folder)
+  must(${CMAKE_COMMAND} -E env PKG_CONFIG_PATH=${folder} ${pkg_config} --variable=includedir kda)
+  string(STRIP "${output}" includes)
+  file(REAL_PATH "${includes}" includes)
+  file(REAL_PATH ${WORK}/moved/include expected)
+  if(NOT includes STREQUAL expected)
+    message(FATAL_ERROR "kda.pc says ${includes}, expected ${expected}")
+  endif()
 endif()

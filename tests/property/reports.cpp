@@ -24,6 +24,12 @@ CaseSpec small_spec(int64_t T) {
   return spec;
 }
 
+Problem recurrent_problem(const Case& c) {
+  Problem problem = forward_problem(c);
+  problem.operation = Operation::kRecurrent;
+  return problem;
+}
+
 void set_input(Case& c, TensorId id, const std::function<double(int64_t index)>& value) {
   HostTensor& tensor = c.inputs.at(id);
   for (int64_t i = 0; i < tensor.count(); ++i) tensor.set(i, value(i));

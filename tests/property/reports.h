@@ -18,6 +18,9 @@ void expect_right(const cases::Case& c, const std::string& what = "");
 /// One gradient-bearing case with H = HV = 1, K = V = 64, fp32 unless changed.
 cases::CaseSpec small_spec(int64_t T);
 
+/// The forward of a case, token by token.
+Problem recurrent_problem(const cases::Case& c);
+
 /// Replaces an input, element by element; `index` counts in index order.
 void set_input(cases::Case& c, TensorId id, const std::function<double(int64_t index)>& value);
 

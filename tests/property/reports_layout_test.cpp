@@ -1,7 +1,11 @@
-// Fault reports on states, packing, grouping, strides and head sizes. Each name carries its id.
+// Fault reports on packing, grouping, strides, batches and head sizes. Each name carries its id.
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "property/reports.h"
 
@@ -10,192 +14,10 @@ namespace {
 
 using cases::Case;
 using cases::CaseSpec;
-using cases::Family;
 using cases::HostTensor;
 using cases::TensorMap;
 
 using enum TensorId;
-
-Problem recurrent_problem(const Case& c) {
-  Problem problem = forward_problem(c);
-  problem.operation = Operation::kRecurrent;
-  return problem;
-}
-
-/// Hands `state` over tokens [begin, end) of a one-row case, by chunks or token by token.
-struct Hand {
-  const Case& c;
-  std::string family;
-  HostTensor state;
-  TensorMap last;
-
-  void go(int64_t begin, int64_t end, bool chunks) {
-    Case part = part_of(c, 0, begin, end, 0);
-    part.inputs[kInitialState] = state;
-    part.forward = forward_problem(part);
-    last = run_operation(chunks ? forward_problem(part) : recurrent_problem(part), part.inputs,
-                         choosing(family));
-    state = last.at(kFinalState);
-  }
-};
-
-TEST(Reports, DECODE_01_PrefillAndDecodeAgree) {
-  CaseSpec spec = small_spec(256);
-  spec.io = DType::kBF16;
-  spec.gradients = false;
-  const Case c = cases::generate(spec);
-  const TensorMap expected = cases::reference_outputs(c).value();
-  expect_right(c, "chunks");
-  for (const std::string& family : families_of_cpu()) {
-    TensorMap results = run_operation(recurrent_problem(c), c.inputs, choosing(family));
-    EXPECT_EQ(beyond_limits(c, results, expected), "") << family << " step by step";
-    const TensorMap whole = run_case(c, family);
-    Hand hand{c, family, c.inputs.at(kInitialState), {}};
-    hand.go(0, 128, true);
-    hand.go(128, 256, true);
-    if (family == "cpu") {  // whose state is fp32; that of the reference was rounded on the way
-      EXPECT_EQ(other_bits(tokens_of(whole.at(kO), 0, 128, 256), hand.last.at(kO)), "")
-          << "a replay from a boundary of chunks repeats the tail";
-    }
-    hand.state = c.inputs.at(kInitialState);
-    hand.go(0, 128, true);
-    for (int64_t t = 128; t < 256; ++t) hand.go(t, t + 1, false);
-    results[kFinalState] = hand.state;
-    EXPECT_EQ(beyond_limits(c, results, expected), "") << family << " prefill, then steps";
-  }
-}
-
-TEST(Reports, DECODE_02_OneMoreTokenIsOneStep) {
-  for (const int64_t T : {1, 2, 63, 64, 65, 100, 128, 129}) {
-    CaseSpec spec = small_spec(T);
-    spec.gradients = false;
-    const Case c = cases::generate(spec);
-    const TensorMap expected = cases::reference_outputs(c).value();
-    for (const std::string& family : families_of_cpu()) {
-      Hand hand{c, family, c.inputs.at(kInitialState), {}};
-      hand.go(0, T - 1, true);
-      hand.go(T - 1, T, false);
-      TensorMap results = run_case(c, family);
-      EXPECT_EQ(beyond_limits(c, results, expected), "") << family;
-      results[kFinalState] = hand.state;
-      std::copy(
-          hand.last.at(kO).bytes.begin(), hand.last.at(kO).bytes.end(),
-          results.at(kO).bytes.end() - static_cast<std::ptrdiff_t>(hand.last.at(kO).bytes.size()));
-      EXPECT_EQ(beyond_limits(c, results, expected), "") << family << " T " << T;
-    }
-  }
-}
-
-TEST(Reports, STATE_01_BothStateLayouts) {
-  for (const int64_t V : {64, 128}) {
-    for (const bool v_first : {false, true}) {
-      CaseSpec spec = small_spec(130);
-      spec.sizes.K = 128;
-      spec.sizes.V = V;
-      spec.state_v_first = v_first;
-      const Case c = cases::generate(spec);
-      expect_right(c);
-      const TensorMap expected = cases::reference_outputs(c).value();
-      for (const std::string& family : families_of_cpu()) {
-        Hand hand{c, family, c.inputs.at(kInitialState), {}};
-        hand.go(0, 128, true);
-        hand.go(128, 129, false);
-        hand.go(129, 130, false);
-        const cases::Difference d =
-            cases::compare(c, kFinalState, hand.state, expected.at(kFinalState));
-        EXPECT_LT(d.ratio, 1e-5) << family;
-      }
-    }
-  }
-}
-
-TEST(Reports, STATE_03_FinalStateOnlyIfAskedFor) {
-  for (const bool asked : {false, true}) {
-    for (const bool state : {false, true}) {
-      for (const bool packed : {false, true}) {
-        CaseSpec spec = small_spec(70);
-        spec.initial_state = state;
-        if (packed) spec.cu_seqlens = {0, 20, 70};
-        const Case c = cases::generate(spec);
-        const TensorMap expected = cases::reference_outputs(c).value();
-        Problem problem = forward_problem(c);
-        if (!asked) problem.set(kFinalState, DType::kNone);
-        for (const std::string& family : families_of_cpu()) {
-          const TensorMap results = run_operation(problem, c.inputs, choosing(family));
-          EXPECT_EQ(results.count(kFinalState), asked ? 1u : 0u);
-          TensorMap wanted{{kO, expected.at(kO)}};
-          if (asked) wanted[kFinalState] = expected.at(kFinalState);
-          EXPECT_EQ(beyond_limits(c, results, wanted), "") << family;
-          if (asked) {
-            EXPECT_EQ(results.at(kFinalState).dtype, DType::kF32);
-            EXPECT_EQ(results.at(kFinalState).shape[0], packed ? 2 : 1);
-          }
-        }
-      }
-    }
-  }
-}
-
-TEST(Reports, STATE_04_ReducedStatesAreTaken) {
-  for (const DType dtype : {DType::kBF16, DType::kF16}) {
-    Case c = cases::generate(small_spec(100));
-    give_input(c, kInitialState, cases::converted(c.inputs.at(kInitialState), dtype));
-    give_input(c, kDfinalState, cases::converted(c.inputs.at(kDfinalState), dtype));
-    expect_right(c);
-  }
-}
-
-TEST(Reports, STATE_05_TwoCallsAreEqualAndInputsStay) {
-  for (const bool gradients : {false, true}) {
-    CaseSpec spec = small_spec(100);
-    spec.gradients = gradients;
-    const Case c = cases::generate(spec);
-    for (const std::string& family : families_of_cpu()) {
-      Conditions conditions = choosing(family);
-      conditions.repeat = true;  // the harness compares inputs and both results bit for bit
-      run_case(c, conditions);
-    }
-  }
-}
-
-// Results do not depend on what outputs and workspace held before: NaN here, zeros there.
-TEST(Reports, STATE_09_PoisonChangesNothing) {
-  CaseSpec spec = small_spec(100);
-  spec.gate = Gate::kSoftplus;
-  const Case c = cases::generate(spec);
-  for (const std::string& family : families_of_cpu()) {
-    const Options options = choosing(family).options;
-    for (const Problem& problem : {forward_problem(c), backward_problem(c)}) {
-      const auto clean = cases::execute_operation(problem, c.inputs, {}, options);
-      ASSERT_TRUE(clean.ok()) << clean.status().message();
-      EXPECT_EQ(other_bits(clean->outputs, run_operation(problem, c.inputs, choosing(family))), "");
-    }
-  }
-}
-
-// The decay of a whole chunk comes from its last row, whichever row that is.
-TEST(Reports, STATE_11_ChunkDecayIsThatOfItsLastRow) {
-  for (const int64_t T : {64, 128, 192, 192 + 61}) {
-    CaseSpec spec = small_spec(T);
-    spec.initial_state = spec.gradients = false;
-    Case c = cases::generate(spec);
-    const auto decayed = [](int64_t t) { return t % 64 >= 57; };
-    set_input(c, kG, [&](int64_t i) { return decayed(i / 64) ? -1.0 : 0.0; });
-    set_input(c, kBeta, [](int64_t t) { return t == 0 ? 1.0 : 0.0; });
-    double log_decay = 0;
-    for (int64_t t = 1; t < T; ++t) log_decay -= decayed(t) ? 1 : 0;
-    for (const std::string& family : families_of_cpu()) {
-      const HostTensor state = run_case(c, family).at(kFinalState);
-      for (int64_t k = 0; k < 64; ++k) {
-        for (int64_t v = 0; v < 64; ++v) {
-          const double exact =
-              std::exp(log_decay) * c.inputs.at(kK).get(k) * c.inputs.at(kV).get(v);
-          EXPECT_NEAR(state.get(k * 64 + v), exact, 3e-6 * std::fabs(exact)) << family;
-        }
-      }
-    }
-  }
-}
 
 TEST(Reports, VARLEN_01_LastSequenceOfOneToken) {
   for (const std::vector<int64_t>& cu :
@@ -489,67 +311,6 @@ TEST(Reports, LAYOUT_06_ViewsOfOneProjection) {
     EXPECT_EQ(other_bits(plain, o_with_strides(c, family, kBeta, {70 * 40, 40, 1, 0})), "");
     for (const TensorId id : {kQ, kK, kV}) {
       EXPECT_EQ(other_bits(plain, o_with_strides(c, family, id, {70 * 392, 392, 16, 1})), "");
-    }
-  }
-}
-
-TEST(Reports, PAGED_01_PAGED_02_NegativeIndexTouchesNoSlot) {
-  CaseSpec spec = small_spec(1);
-  spec.sizes.B = 2;
-  spec.gradients = false;
-  const Case c = cases::generate(spec);
-  for (const std::string& family : families_of_cpu()) {
-    Problem problem = recurrent_problem(c);
-    problem.sizes.P = 5;
-    problem.set(kStateIndices, DType::kI32);
-    TensorMap inputs = c.inputs;
-    HostTensor pool(DType::kF32, {5, 1, 64, 64});
-    for (int64_t i = 0; i < pool.count(); ++i) pool.set(i, static_cast<double>(i % 97));
-    inputs[kInitialState] = pool;
-    inputs[kStateIndices] = cases::from_doubles(DType::kI32, {2}, std::vector<double>{-1, 3});
-    Conditions conditions = choosing(family);
-    conditions.state_in_place = true;
-    const TensorMap results = run_operation(problem, inputs, conditions);
-    for (const int64_t slot : {0, 1, 2, 4}) {
-      EXPECT_EQ(other_bits(row_of(pool, slot), row_of(results.at(kFinalState), slot)), "");
-    }
-    EXPECT_NE(other_bits(row_of(pool, 3), row_of(results.at(kFinalState), 3)), "");
-    for (int64_t v = 0; v < 64; ++v) EXPECT_EQ(results.at(kO).get(v), 0);
-  }
-}
-
-TEST(Reports, PAGED_03_WrongSlotsAreRefused) {
-  CaseSpec spec = small_spec(1);
-  spec.sizes.B = 2;
-  spec.gradients = false;
-  const Case c = cases::generate(spec);
-  for (const std::string& family : families_of_cpu()) {
-    Problem problem = recurrent_problem(c);
-    problem.sizes.P = 2;
-    problem.set(kStateIndices, DType::kI32);
-    for (const auto& wrong : {std::vector<double>{0, 2}, {-2, 0}, {1, 1}}) {
-      TensorMap inputs = c.inputs;
-      inputs[kStateIndices] = cases::from_doubles(DType::kI32, {2}, wrong);
-      const auto result = run_guarded(problem, inputs, choosing(family));
-      EXPECT_EQ(result.status().code(), StatusCode::kInvalidArgument) << family;
-      EXPECT_EQ(result.status().message().rfind("state_indices[", 0), 0u)
-          << result.status().message();
-    }
-  }
-}
-
-// The state at each boundary of chunks is the final state of the call that ends there.
-TEST(Reports, PAGED_06_CheckpointsAreFinalStates) {
-  CaseSpec spec = small_spec(130);
-  spec.gradients = false;
-  const Case c = cases::generate(spec);
-  for (const std::string& family : families_of_cpu()) {
-    Problem problem = forward_problem(c);
-    problem.set(kH, DType::kF32);
-    const TensorMap results = run_operation(problem, c.inputs, choosing(family));
-    for (const int64_t chunk : {1, 2}) {
-      const TensorMap head = run_case(part_of(c, 0, 0, 64 * chunk, 0), family);
-      EXPECT_EQ(other_bits(row_of(results.at(kH), chunk), head.at(kFinalState)), "") << family;
     }
   }
 }

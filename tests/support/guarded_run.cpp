@@ -82,7 +82,6 @@ class Run {
   bool in_place(TensorId id) const {
     return id == TensorId::kFinalState && conditions_.state_in_place;
   }
-  bool pool() const { return problem_.has(TensorId::kStateIndices); }
 
   /// Gives a present tensor its layout and memory.
   void arrange(const TensorSpec& spec) {
@@ -102,12 +101,10 @@ class Run {
   Status prepare() {
     for (const TensorSpec& spec : tensors_of(problem_.operation)) {
       if (!problem_.has(spec.id) || in_place(spec.id)) continue;
-      const bool part = spec.id == TensorId::kFinalState && pool();
-      const TensorId source = part ? TensorId::kInitialState : spec.id;
       GuardedBuffer& buffer = *buffers_[spec.id];
       buffer.poison();
-      if (spec.role == Role::kInput || part) {
-        const auto found = inputs_.find(source);
+      if (spec.role == Role::kInput) {
+        const auto found = inputs_.find(spec.id);
         if (found == inputs_.end()) return broken(spec.id, "no data for this input");
         buffer.load(found->second);
       }

@@ -37,8 +37,7 @@ struct GuardedOutcome {
 /// - nothing before, between or behind the elements of a tensor or the workspace is written;
 /// - inputs keep every bit;
 /// - a second run, if asked for, gives the same bits.
-/// Pools behind state_indices are written in part only: a final_state that is not in place starts
-/// as a copy of initial_state.
+/// A pool behind state_indices needs `state_in_place`.
 Result<GuardedOutcome> run_guarded(const Problem& problem, const cases::TensorMap& inputs,
                                    const Conditions& conditions = {});
 

@@ -147,10 +147,13 @@ TEST(CApi, UninitialisedStructuresAreRefused) {
   kda_problem problem;
   std::memset(&problem, 0xFF, sizeof problem);
   expect_error(kda_supports(&problem, KDA_CPU, 0, nullptr), KDA_INVALID_ARGUMENT,
-               "call kda_problem_init first");
+               "call kda_problem_init or kda_problem_make first");
   problem = forward();
   problem.struct_size += 8;
   expect_error(kda_supports(&problem, KDA_CPU, 0, nullptr), KDA_INVALID_ARGUMENT, "struct_size");
+  for (const char* part : {"kda_problem_init", "kda_problem_make", "header of the library"}) {
+    EXPECT_NE(std::string(kda_last_error()).find(part), std::string::npos) << kda_last_error();
+  }
   problem = forward();
   kda_options options;
   std::memset(&options, 0, sizeof options);
@@ -186,7 +189,7 @@ TEST(CApi, UnknownEnumeratorsAreRefused) {
   problem = forward();
   problem.tensors[KDA_Q].dtype = 12;
   expect_error(kda_supports(&problem, KDA_CPU, 0, nullptr), KDA_INVALID_ARGUMENT,
-               "q: found dtype unknown dtype");
+               "q: found dtype value");
   problem = forward();
   problem.tensors[60].dtype = KDA_F32;
   expect_error(kda_supports(&problem, KDA_CPU, 0, nullptr), KDA_INVALID_ARGUMENT,

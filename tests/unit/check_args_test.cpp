@@ -140,6 +140,63 @@ TEST_F(CheckArgs, StateInPlaceNeedsTheSameLayout) {
   expect_refused({"final_state: its memory overlaps initial_state"});
 }
 
+TEST_F(CheckArgs, StateInPlaceIgnoresStridesThatAreNeverTaken) {
+  problem_.set(kInitialState, TensorLayout::strided(DType::kF32, {1, 2, 4, 4}, {7, 16, 4, 1}));
+  place_all();
+  args_.out(kFinalState, args_[kInitialState]);
+  EXPECT_TRUE(check().ok()) << check().message();
+}
+
+TEST_F(CheckArgs, OverlapOfStatesSaysWhatIsAllowed) {
+  args_.out(kFinalState, static_cast<std::byte*>(args_[kInitialState]) + 64);
+  expect_refused({"final_state: its memory overlaps initial_state",
+                  "or both the same memory: address, dtype and strides"});
+}
+
+TEST_F(CheckArgs, APoolIsUpdatedInPlace) {
+  problem_ = Problem::make(Operation::kRecurrent,
+                           {.B = 1, .T = 1, .H = 2, .HV = 2, .K = 4, .V = 4, .P = 3}, DType::kF32);
+  problem_.set(kInitialState, DType::kF32).set(kFinalState, DType::kF32);
+  problem_.set(kStateIndices, DType::kI32);
+  place_all();
+  expect_refused({"final_state: with state_indices", "the same memory as initial_state"});
+  args_.out(kFinalState, args_[kInitialState]);
+  EXPECT_TRUE(check().ok()) << check().message();
+  problem_.set(kFinalState, DType::kF16);
+  place_all();
+  args_.out(kFinalState, args_[kInitialState]);
+  expect_refused({"final_state: with state_indices", "address, dtype and strides"});
+}
+
+TEST_F(CheckArgs, RepeatedInputsLeaveTheirGapsFree) {
+  // Every token of v is the same pair of elements, three apart; o lies between them.
+  problem_ = Problem::make(Operation::kChunkForward,
+                           {.B = 1, .T = 2, .H = 1, .HV = 1, .K = 4, .V = 2}, DType::kF32);
+  problem_.set(kV, TensorLayout::strided(DType::kF32, {1, 2, 1, 2}, {0, 0, 0, 3}));
+  problem_.set(kO, TensorLayout::strided(DType::kF32, {1, 2, 1, 2}, {0, 4, 0, 1}));
+  place_all();
+  args_.out(kO, static_cast<std::byte*>(args_[kV]) + 4);
+  EXPECT_TRUE(check().ok()) << check().message();
+  args_.out(kO, args_[kV]);
+  expect_refused({"o: its memory overlaps v"});
+  // A pair side by side has no gap, however often it repeats.
+  problem_.set(kV, TensorLayout::strided(DType::kF32, {1, 2, 1, 2}, {0, 0, 0, 1}));
+  place_all();
+  args_.out(kO, static_cast<std::byte*>(args_[kV]) + 4);
+  expect_refused({"o: its memory overlaps v"});
+}
+
+TEST_F(CheckArgs, ManyShortSteppedInputsMayLeaveGaps) {
+  // As many elements as places, but places 3 and 4 stay empty.
+  problem_ = Problem::make(Operation::kChunkForward,
+                           {.B = 1, .T = 2, .H = 1, .HV = 2, .K = 4, .V = 2}, DType::kF32);
+  problem_.set(kV, TensorLayout::strided(DType::kF32, {1, 2, 2, 2}, {0, 1, 1, 5}));
+  problem_.set(kO, TensorLayout::strided(DType::kF32, {1, 2, 2, 2}, {0, 40, 20, 1}));
+  place_all();
+  args_.out(kO, static_cast<std::byte*>(args_[kV]) + 12);
+  EXPECT_TRUE(check().ok()) << check().message();
+}
+
 TEST_F(CheckArgs, InterleavedHeadsDoNotOverlap) {
   // v and o as the two halves of each row of one [T, HV, 8] buffer.
   const auto half = TensorLayout::strided(DType::kF32, {1, 8, 2, 4}, {128, 16, 8, 1});

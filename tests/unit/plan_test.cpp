@@ -4,6 +4,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -116,7 +117,8 @@ TEST(MakePlan, TakesTheFirstThatSupports) {
 TEST(MakePlan, ListsAndSpaces) {
   const Environment environment(nullptr);
   const Problem problem = problem_of(Operation::kChunkForward);
-  for (const char* list : {"reference,cpu", "cpu,reference", "nothing, reference_chunk_fwd,,"}) {
+  for (const char* list :
+       {"reference,cpu", "cpu,reference", "reference_chunk_bwd, reference_chunk_fwd,,"}) {
     const Result<Plan> plan = make_plan(problem, {}, choosing(list));
     ASSERT_TRUE(plan.ok()) << list << ": " << plan.status().message();
   }
@@ -154,6 +156,66 @@ TEST(MakePlan, EnvironmentVariableChooses) {
     const Environment environment("");
     EXPECT_TRUE(supports(problem).ok());
   }
+}
+
+TEST(MakePlan, AWordThatNoOperationKnowsIsRefused) {
+  const Environment environment(nullptr);
+  const Problem problem = problem_of(Operation::kChunkForward);
+  const Status status = supports(problem, {}, choosing("cpu, fastest"));
+  EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(status.message().rfind("implementation: found \"fastest\"", 0), 0u) << status.message();
+  EXPECT_NE(status.message().find("families cpu, reference"), std::string::npos)
+      << status.message();
+  EXPECT_TRUE(supports(problem, {}, choosing("cpu_chunk_fwd,cpu_chunk_bwd")).ok());
+  for (const char* unset : {",", " , "}) EXPECT_TRUE(supports(problem, {}, choosing(unset)).ok());
+}
+
+// The widths of tensors that an operation does not have cost it nothing.
+TEST(MakePlan, ValueWidthIsIgnoredWithoutValues) {
+  Options options = choosing("cpu");
+  options.threads = 1024;
+  for (const Operation operation :
+       {Operation::kIntra, Operation::kGateCumsum, Operation::kIntraBackward}) {
+    Sizes sizes{.B = 1, .T = 65536, .H = 1, .HV = 1, .K = 256, .V = 1};
+    Problem problem = Problem::make(operation, sizes, DType::kF32);
+    if (operation == Operation::kIntra) problem.set(TensorId::kA, DType::kF32);
+    if (operation == Operation::kIntraBackward) problem.set(TensorId::kDq, DType::kF32);
+    const Result<Plan> narrow = make_plan(problem, {}, options);
+    ASSERT_TRUE(narrow.ok()) << narrow.status().message();
+    problem.sizes.V = 65269559816640;
+    const Result<Plan> wide = make_plan(problem, {}, options);
+    ASSERT_TRUE(wide.ok()) << wide.status().message();
+    EXPECT_EQ(narrow->workspace_bytes(), wide->workspace_bytes());
+  }
+}
+
+TEST(MakePlan, AWorkspaceBeyondAnyMachineIsUnsupported) {
+  Problem problem = Problem::make(
+      Operation::kChunkForward,
+      {.B = 1, .T = 0, .H = 1, .HV = 1, .K = 256, .V = int64_t{1} << 46, .N = 0}, DType::kF32);
+  problem.set(TensorId::kCuSeqlens, DType::kI64);
+  for (const char* family : {"cpu", "reference"}) {
+    problem.sizes.K = 256;
+    const Status status = supports(problem, {}, choosing(family));
+    EXPECT_EQ(status.code(), StatusCode::kUnsupported) << family << ": " << status.message();
+    EXPECT_NE(status.message().find("does not take sizes that need a workspace"), std::string::npos)
+        << status.message();
+  }
+}
+
+TEST(MakePlan, MoreSequencesTimesHeadsThanCanBeCountedAreRefused) {
+  Problem problem =
+      Problem::make(Operation::kGateCumsum,
+                    {.B = 1, .T = 0, .H = 1, .HV = int64_t{1} << 46, .K = 1, .V = 1}, DType::kF32);
+  problem.set(TensorId::kCuSeqlens, DType::kI64).sizes.N = (int64_t{1} << 46) - 1;
+  for (const char* family : {"cpu", "reference"}) {
+    const Status status = supports(problem, {}, choosing(family));
+    EXPECT_EQ(status.code(), StatusCode::kInvalidArgument) << family;
+    EXPECT_EQ(status.message().rfind("size N: found 70368744177663", 0), 0u) << status.message();
+  }
+  problem.set(TensorId::kCuSeqlens, DType::kNone).sizes.B = int64_t{1} << 46;
+  EXPECT_EQ(supports(problem).message().rfind("size B: found 70368744177664", 0), 0u)
+      << supports(problem).message();
 }
 
 TEST(MakePlan, RefusesWrongDevicesAndThreads) {
@@ -225,6 +287,15 @@ TEST(Plan, IsCheapToCopyAndOutlivesItsSource) {
   }
   EXPECT_EQ(copy->problem().sizes.T, 5);
   EXPECT_EQ(copy->run({}).code(), StatusCode::kInvalidArgument) << "no addresses";
+}
+
+TEST(Plan, MovedFromDoesNotRun) {
+  Plan plan = make_plan(problem_of(Operation::kChunkForward)).value();
+  const Plan taken = std::move(plan);
+  const Status status = plan.run({});  // NOLINT(bugprone-use-after-move)
+  EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(status.message(), "plan: moved from, expected one that make_plan returned");
+  EXPECT_EQ(taken.problem().sizes.T, 5);
 }
 
 TEST(Devices, TheCpuIsAlwaysThere) {

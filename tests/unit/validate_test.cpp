@@ -108,14 +108,15 @@ const std::vector<Refusal> kSizes = {
        p.sizes.B = int64_t{1} << 40;
        p.sizes.T = int64_t{1} << 40;
      },
-     {"q: shape [1099511627776,1099511627776,2,16]", "too large", "expected at most"}},
+     {"sizes: B = 1099511627776 is too large", "q would be [1099511627776,1099511627776,2,16]",
+      "expected at most"}},
     {"AbsentStateTooLarge",
      forward,
      [](Problem& p) {
        p.sizes.T = 0;
        p.sizes.B = int64_t{1} << 40;
      },
-     {"initial_state: shape [1099511627776,4,16,24]", "too large"}},
+     {"sizes: B = 1099511627776 is too large", "initial_state would be [1099511627776,4,16,24]"}},
 };
 
 const std::vector<Refusal> kOptions = {
@@ -223,7 +224,7 @@ const std::vector<Refusal> kTensors = {
     {"NoOutputWanted",
      backward,
      [](Problem& p) { p.set(kDq, DType::kNone); },
-     {"outputs: none asked for", "chunk_bwd"}},
+     {"outputs: none asked for", "chunk_bwd", "dq, dk, dv"}},
     {"DtypeOfQ",
      forward,
      [](Problem& p) { p.set(kQ, DType::kI32); },
@@ -231,7 +232,7 @@ const std::vector<Refusal> kTensors = {
     {"DtypeUnknown",
      forward,
      [](Problem& p) { p.set(kQ, static_cast<DType>(99)); },
-     {"q: found dtype unknown dtype", "expected bf16"}},
+     {"q: found dtype value 99", "expected bf16"}},
     {"DtypeOfK",
      forward,
      [](Problem& p) { p.set(kK, DType::kBF16); },
