@@ -64,14 +64,7 @@ void expect_alone(const Case& c, const Problem& problem, const TensorMap& all, i
   }
 }
 
-Problem recurrent_problem(const Case& c) {
-  Problem problem = forward_problem(c);
-  problem.operation = Operation::kRecurrent;
-  return problem;
-}
-
-// VARLEN-09.
-TEST(CudaLarge, ManySequencesTimesHeads) {
+TEST(CudaReports, VARLEN_09_ManySequencesTimesHeads) {
   KDA_NEEDS_GPU();
   constexpr int64_t kCount = 2050;
   constexpr int64_t kLength = 16;
@@ -90,8 +83,7 @@ TEST(CudaLarge, ManySequencesTimesHeads) {
   }
 }
 
-// VARLEN-10.
-TEST(CudaLarge, DecodeOfSeventyThousandSequences) {
+TEST(CudaReports, VARLEN_10_DecodeOfSeventyThousandSequences) {
   KDA_NEEDS_GPU();
   constexpr int64_t kCount = 70000;
   CaseSpec spec;
@@ -108,8 +100,8 @@ TEST(CudaLarge, DecodeOfSeventyThousandSequences) {
   }
 }
 
-// INDEX-04: slot x HV x K x V passes 2^31 from slot 2048 on.
-TEST(CudaLarge, PoolBeyondTwoToThe31Elements) {
+// slot x HV x K x V passes 2^31 from slot 2048 on.
+TEST(CudaReports, INDEX_04_PoolBeyondTwoToThe31Elements) {
   KDA_NEEDS_MEMORY(10);
   constexpr int64_t kSlots = 2100;
   constexpr int64_t kHeads = 64;
@@ -158,8 +150,8 @@ TEST(CudaLarge, PoolBeyondTwoToThe31Elements) {
   }
 }
 
-// INDEX-01: T HV K and NC HV K V pass 2^31. The inputs are windows that slide over little memory.
-TEST(CudaLarge, SequenceBeyondTwoToThe31Elements) {
+// T HV K and NC HV K V pass 2^31. The inputs are windows that slide over little memory.
+TEST(CudaReports, INDEX_01_SequenceBeyondTwoToThe31Elements) {
   KDA_NEEDS_MEMORY(95);
   constexpr int64_t kHeads = 96;
   constexpr int64_t kTokens = 180224;

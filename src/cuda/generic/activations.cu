@@ -126,13 +126,19 @@ __global__ void __launch_bounds__(kBlock) group_sum(const GroupSumParams p) {
       }
     }
     if (normalised) dot = warp_sum(dot);
+    // One channel: dy lies along y, and 1 - y^2 = eps r^2 exactly, but a rounded y loses it.
+    const bool single = normalised && p.heads.K == 1;
+    const Real single_factor = static_cast<Real>(kNormEps) * r * r * r;
     const int64_t base = token_offset(p.target, row.batch, row.token, row.head);
     with_element(p.target.dtype, [&]<class T>(Element<T>) {
       T* target = static_cast<T*>(p.target.data) + base;
 #pragma unroll
       for (int j = 0; j < kMaxK / 32; ++j) {
         const int k = lane + 32 * j;
-        if (k < p.heads.K) target[k * p.target.stride[3]] = from_real<T>(r * (dy[j] - y[j] * dot));
+        if (k < p.heads.K) {
+          const Real dx = single ? dy[j] * single_factor : r * (dy[j] - y[j] * dot);
+          target[k * p.target.stride[3]] = from_real<T>(dx);
+        }
       }
     });
   }

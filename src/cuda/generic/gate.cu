@@ -67,14 +67,12 @@ template <class Real>
 __device__ GateGradient<Real> gate_gradient(const GateParams& params, const Gate<Real>& gate,
                                             Real raw, Real dg) {
   const Real g = gate_value(params, gate, raw);
-  if (g < static_cast<Real>(kGateFloor)) return {0, 0};
-  if (params.kind == kGateNone) return {dg, 0};
+  // Where dg is 0 its factor may be infinite, and where dz is 0 z may be.
+  if (g < static_cast<Real>(kGateFloor) || dg == 0) return {0, 0};
   const Real z = raw + gate.bias;
-  if (params.kind == kGateSoftplus) return {-gate.slope * sigmoid(z) * dg, dg * g};
-  const Real x = gate.slope * z;
-  const Real dz =
-      dg * static_cast<Real>(params.lower_bound) * sigmoid(x) * sigmoid(-x) * gate.slope;
-  return {dz, dz * z};
+  const Real dz = dg * gate_derivative(params, gate, z, g);
+  if (params.kind == kGateSoftplus) return {dz, dg * g};
+  return {dz, dz == 0 || z == 0 ? 0 : dz * z};
 }
 
 /// Block-wide sum in fixed order; valid in thread 0.
