@@ -60,6 +60,10 @@ Problem stage(Operation operation, const Sizes& sizes, DType io) {
   return problem;
 }
 
+bool decodes(Suite suite, const Sizes& sizes) {
+  return suite == Suite::kDecode || (suite == Suite::kHost && sizes.T == 1);
+}
+
 /// The first token rows of a small tensor, repeated over B rows of T tokens.
 HostTensor repeated(const HostTensor& small, int64_t B, int64_t T) {
   std::vector<int64_t> shape = small.shape;
@@ -90,6 +94,8 @@ std::vector<Sizes> shapes_of(Suite suite, DeviceType device) {
     case Suite::kDecode:
       if (cuda) return {shape(1, 1, 32, 32, 128, 128), shape(128, 1, 32, 32, 128, 128)};
       return {shape(1, 1, 32, 32, 128, 128), shape(32, 1, 32, 32, 128, 128)};
+    case Suite::kHost:
+      return {shape(1, 64, 4, 4, 128, 128), shape(1, 1, 4, 4, 128, 128)};
     case Suite::kStages:
       return {cuda ? shape(1, 8192, 96, 96, 128, 128) : shape(1, 4096, 4, 4, 128, 128)};
     default:
@@ -106,7 +112,7 @@ std::vector<Sizes> shapes_of(Suite suite, DeviceType device) {
 
 std::vector<Workload> workloads_of(Suite suite, const Sizes& sizes, const BenchOptions& options) {
   std::vector<Workload> list;
-  switch (suite) {
+  switch (decodes(suite, sizes) ? Suite::kDecode : suite) {
     case Suite::kDecode:
       list.push_back({whole_operation(Operation::kRecurrent, sizes, options), true});
       break;
@@ -148,7 +154,7 @@ cases::TensorMap inputs_of(Suite suite, const Sizes& sizes, const BenchOptions& 
     const bool has_tokens = tensor.shape.size() > 2;
     inputs[id] = has_tokens ? repeated(tensor, sizes.B, sizes.T) : std::move(tensor);
   }
-  if (suite == Suite::kDecode) {
+  if (decodes(suite, sizes)) {
     spec.initial_state = true;
     const cases::Case with_state = cases::generate(spec);
     HostTensor state = *with_state.input(TensorId::kInitialState);
