@@ -1,5 +1,7 @@
 #include "property/per_device.h"
 
+#include <algorithm>
+
 #include "kda/backend.h"
 
 namespace kda::test {
@@ -9,6 +11,18 @@ void PerDevice::SetUp() {
   if (const std::string reason = cuda_unavailable_reason(); !reason.empty()) {
     GTEST_SKIP() << reason;
   }
+}
+
+std::vector<DeviceType> devices_of_build() {
+  std::vector<DeviceType> found;
+  for (const DeviceType type : {DeviceType::kCpu, DeviceType::kCuda}) {
+    const auto rows = implementations();
+    if (std::any_of(rows.begin(), rows.end(),
+                    [&](const auto& row) { return row.device == type; })) {
+      found.push_back(type);
+    }
+  }
+  return found;
 }
 
 std::vector<std::string> PerDevice::tested_families() {

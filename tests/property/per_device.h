@@ -27,9 +27,11 @@ inline std::string device_type_name(const testing::TestParamInfo<DeviceType>& in
   return std::string(name_of(info.param));
 }
 
-/// Instances for both devices: All/Suite.Test/cpu and All/Suite.Test/cuda.
-#define KDA_FOR_EACH_DEVICE(suite)                                                           \
-  INSTANTIATE_TEST_SUITE_P(All, suite, testing::Values(DeviceType::kCpu, DeviceType::kCuda), \
-                           device_type_name)
+/// The devices that this build has implementations for.
+std::vector<DeviceType> devices_of_build();
+
+/// Instances for them: All/Suite.Test/cpu and All/Suite.Test/cuda.
+#define KDA_FOR_EACH_DEVICE(suite) \
+  INSTANTIATE_TEST_SUITE_P(All, suite, testing::ValuesIn(devices_of_build()), device_type_name)
 
 }  // namespace kda::test
