@@ -11,7 +11,7 @@ namespace kda::cuda {
 namespace {
 
 constexpr int64_t kMaxGrid = 0x7fffffff;
-constexpr std::size_t kSharedWithoutAsking = 48 * 1024;
+constexpr std::size_t kSharedWithoutAsking = std::size_t{48} << 10;
 
 /// How much shared memory each kernel was allowed on each device, so that the driver is asked once.
 /// A kernel or device beyond the table asks at every launch.

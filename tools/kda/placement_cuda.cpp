@@ -67,7 +67,7 @@ class CudaPlacement final : public Placement {
 
   Result<void*> output(HostTensor& tensor) override {
     Result<void*> address = upload(tensor);
-    if (address.ok()) outputs_.push_back({&tensor, *address});
+    if (address.ok()) outputs_.emplace_back(&tensor, *address);
     return address;
   }
 
