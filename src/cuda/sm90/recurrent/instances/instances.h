@@ -1,0 +1,26 @@
+// The instances of sm90_recurrent: two layouts, two state types.
+#pragma once
+
+#include <cstddef>
+
+#include "cuda/recurrent/recurrent.h"
+
+namespace kda::cuda::sm90 {
+
+struct RecurrentKernel {
+  void (*kernel)(RecurrentParams);
+  std::size_t shared_bytes;
+};
+
+RecurrentKernel recurrent_k_first_fp32();
+RecurrentKernel recurrent_v_first_fp32();
+RecurrentKernel recurrent_k_first_bf16();
+RecurrentKernel recurrent_v_first_bf16();
+
+/// Defines one of the functions above.
+#define KDA_SM90_RECURRENT_INSTANCE(name, Layout, State)                  \
+  RecurrentKernel recurrent_##name() {                                    \
+    return {sm90_recurrent<Layout<State>, State>, sizeof(Shared<State>)}; \
+  }
+
+}  // namespace kda::cuda::sm90

@@ -1,0 +1,500 @@
+// sm90_recurrent: decode at the speed of memory, without waves. States stream through shared memory
+// by bulk copies; nothing but the copies waits for device memory.
+//
+// Grid: one block an SM. A block goes through items blockIdx.x, + gridDim.x, ...; an item is a
+// sequence and a value head, its state one contiguous piece of memory.
+//
+// Warps:
+//   0..7   consumers: a state from its stage into registers, all tokens, back into the stage
+//   8..11  tokens: gate, norms and sigmoid of the tokens to come, one token a warp; zeros in o
+//   12     producer (one thread): a bulk load per state in, a bulk store per state out
+//
+// Shared memory, bytes (fp32 / bf16 states):
+//   stages   196608   3 / 6 states
+//   tokens    16512   8 activated tokens
+//   sums       8192   partial sums of K-first states, two tokens in turn
+//   items, barriers   < 400
+//
+// Barriers (mbarrier; arrivals -> who waits):
+//   loaded[stage]    producer, and the bytes of the load -> consumers
+//   computed[stage]  8 consumer warps -> producer
+//   ready[slot]      the token's warp -> consumers
+//   free[slot]       8 consumer warps -> token warps
+// and bar.sync 1 and 2: the four consumer warps of a half of the columns (K-first only).
+//
+// Sums run in the order of recurrent_step (cuda/recurrent/recurrent.cuh): the same bits.
+#pragma once
+
+#include <cuda/ptx>
+
+#include "cuda/ptx/named_barrier.cuh"
+#include "cuda/recurrent/tokens.cuh"
+#include "cuda/sm90/recurrent/config.h"
+#include "cuda/tile/shared_memory.cuh"
+#include "cuda/tile/vector16.cuh"
+
+namespace kda::cuda::sm90 {
+
+namespace ptx = ::cuda::ptx;
+
+struct TokenSlot {
+  float q[kDim];
+  float k[kDim];
+  float decay[kDim];
+  float v[kDim];
+  float beta, rq, rk, qk;
+};
+
+struct Item {
+  int64_t o;      ///< offset of its first output
+  int64_t count;  ///< tokens
+  bool active;    ///< has a state
+};
+
+/// Partial sums of K-first states: [token parity][warp of rows][error or output][column].
+using Sums = float[2][4][2][kDim];
+
+template <class State>
+struct alignas(128) Shared {
+  State stage[kStages<State>][kStateElements];
+  TokenSlot tokens[kTokenSlots];
+  Sums sums;
+  Item items[kStages<State>];
+  uint64_t loaded[kStages<State>];
+  uint64_t computed[kStages<State>];
+  uint64_t ready[kTokenSlots];
+  uint64_t free[kTokenSlots];
+};
+
+__device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x) % 32; }
+__device__ __forceinline__ int warp_id() { return static_cast<int>(threadIdx.x) / 32; }
+
+__device__ __forceinline__ void wait(uint64_t& barrier, uint32_t parity) {
+  while (!ptx::mbarrier_try_wait_parity(&barrier, parity)) {
+  }
+}
+
+__device__ __forceinline__ void arrive(uint64_t& barrier) {
+  ptx::mbarrier_arrive(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &barrier);
+}
+
+/// A place in a ring of N and the parity of the round.
+template <int N>
+struct RingPosition {
+  int index = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance(int steps = 1) {
+    index += steps;
+    if (index < N) return;
+    index -= N;
+    parity ^= 1;
+  }
+};
+
+/// Sums over lanes that differ by `step`, each lane keeping one half of them: the upper one if
+/// `upper`. The result is x[0..N / 2).
+template <int N>
+__device__ __forceinline__ void sum_halves(float* x, int step, bool upper) {
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) {
+    const float kept = upper ? x[N / 2 + i] : x[i];
+    const float sent = upper ? x[i] : x[N / 2 + i];
+    x[i] = kept + __shfl_xor_sync(~0u, sent, step);
+  }
+}
+
+/// The way back: x[0..N / 2) of both lanes, in x[0..N) of both.
+template <int N>
+__device__ __forceinline__ void join_halves(float* x, int step, bool upper) {
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) {
+    const float other = __shfl_xor_sync(~0u, x[i], step);
+    x[N / 2 + i] = upper ? x[i] : other;
+    x[i] = upper ? other : x[i];
+  }
+}
+
+/// A thread's part of a K-first state [K, V]: rows row(r), columns column(i). A warp holds four
+/// rows at a time of one half of the columns, four warps the sixteen rows r * 16...
+template <class State>
+struct KFirst {
+  using Vector = Vector16<State>;
+  static constexpr int kRows = 8;
+  static constexpr int kColumns = 8;
+  float s[kRows][kColumns];
+
+  static __device__ __forceinline__ int quarter() { return warp_id() % 4; }
+  static __device__ __forceinline__ int half() { return warp_id() / 4; }
+  static __device__ __forceinline__ int row(int r) {
+    return r * 16 + quarter() * 4 + lane_id() / 8;
+  }
+  static __device__ __forceinline__ int column(int i) {
+    return half() * 64 + (i / Vector::kSize * 8 + lane_id() % 8) * Vector::kSize +
+           i % Vector::kSize;
+  }
+
+  template <class F>
+  __device__ __forceinline__ void each_vector(State* stage, F f) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int i = 0; i < kColumns; i += Vector::kSize) {
+        f(&s[r][i], reinterpret_cast<uint4*>(stage + row(r) * kDim + column(i)));
+      }
+    }
+  }
+
+  __device__ __forceinline__ void step(const TokenSlot& token, Sums& sums, uint32_t parity,
+                                       const Tensor& o, int64_t o_offset) {
+    float error[kColumns] = {};
+    float out[kColumns] = {};
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const float decay = token.decay[row(r)];
+      const float k = token.k[row(r)];
+      const float q = token.q[row(r)];
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) decay_element(s[r][i], decay, k, q, error[i], out[i]);
+    }
+    // Each of the four lanes of a column octet ends with two columns, first and first + 1.
+    const bool upper8 = (lane_id() / 8) % 2 != 0;
+    const bool upper16 = lane_id() / 16 != 0;
+    sum_halves<8>(error, 8, upper8);
+    sum_halves<8>(out, 8, upper8);
+    sum_halves<4>(error, 16, upper16);
+    sum_halves<4>(out, 16, upper16);
+    const int first = column((upper8 ? 4 : 0) + (upper16 ? 2 : 0));
+    auto& mine = sums[parity][quarter()];
+    *reinterpret_cast<float2*>(&mine[0][first]) = make_float2(error[0], error[1]);
+    *reinterpret_cast<float2*>(&mine[1][first]) = make_float2(out[0], out[1]);
+    sync_named(1 + half(), 4 * 32);
+    float u[kColumns];
+    write_columns(token, sums[parity], first, o, o_offset, u);
+    join_halves<4>(u, 16, upper16);
+    join_halves<8>(u, 8, upper8);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const float k = token.k[row(r)];
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) s[r][i] = fma(k, u[i], s[r][i]);
+    }
+  }
+
+ private:
+  /// o and u of columns first and first + 1, from the sums of the four warps.
+  static __device__ __forceinline__ void write_columns(const TokenSlot& token,
+                                                       const float (&sums)[4][2][kDim], int first,
+                                                       const Tensor& o, int64_t o_offset,
+                                                       float* u) {
+    float2 error = make_float2(0, 0);
+    float2 out = make_float2(0, 0);
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const float2 e = *reinterpret_cast<const float2*>(&sums[w][0][first]);
+      const float2 t = *reinterpret_cast<const float2*>(&sums[w][1][first]);
+      error.x += e.x;
+      error.y += e.y;
+      out.x += t.x;
+      out.y += t.y;
+    }
+    const float2 v = *reinterpret_cast<const float2*>(&token.v[first]);
+    u[0] = write_of(token.beta, token.rk, error.x, v.x);
+    u[1] = write_of(token.beta, token.rk, error.y, v.y);
+    if (quarter() == 0) {
+      const int64_t at = o_offset + first * o.stride[3];
+      store(o, at, output_of(token.rq, token.qk, out.x, u[0]));
+      store(o, at + o.stride[3], output_of(token.rq, token.qk, out.y, u[1]));
+    }
+    u[0] *= token.rk;
+    u[1] *= token.rk;
+  }
+};
+
+/// A thread's part of a V-first state [V, K]: rows row(r) of V, channels channel(i) of K. Eight
+/// lanes hold whole rows.
+template <class State>
+struct VFirst {
+  using Vector = Vector16<State>;
+  static constexpr int kRows = 4;
+  static constexpr int kChannels = 16;
+  float s[kRows][kChannels];
+
+  static __device__ __forceinline__ int row(int r) {
+    return r * 32 + warp_id() * 4 + lane_id() / 8;
+  }
+  static __device__ __forceinline__ int channel(int i) {
+    return (i / Vector::kSize * 8 + lane_id() % 8) * Vector::kSize + i % Vector::kSize;
+  }
+
+  template <class F>
+  __device__ __forceinline__ void each_vector(State* stage, F f) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int i = 0; i < kChannels; i += Vector::kSize) {
+        f(&s[r][i], reinterpret_cast<uint4*>(stage + row(r) * kDim + channel(i)));
+      }
+    }
+  }
+
+  __device__ __forceinline__ void step(const TokenSlot& token, Sums&, uint32_t, const Tensor& o,
+                                       int64_t o_offset) {
+    float error[kRows] = {};
+    float out[kRows] = {};
+#pragma unroll
+    for (int i = 0; i < kChannels; ++i) {
+      const float decay = token.decay[channel(i)];
+      const float k = token.k[channel(i)];
+      const float q = token.q[channel(i)];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) decay_element(s[r][i], decay, k, q, error[r], out[r]);
+    }
+    // Each lane ends with one row, lanes 4 apart with the same.
+    const bool upper1 = lane_id() % 2 != 0;
+    const bool upper2 = lane_id() / 2 % 2 != 0;
+    sum_halves<4>(error, 1, upper1);
+    sum_halves<4>(out, 1, upper1);
+    sum_halves<2>(error, 2, upper2);
+    sum_halves<2>(out, 2, upper2);
+    error[0] += __shfl_xor_sync(~0u, error[0], 4);
+    out[0] += __shfl_xor_sync(~0u, out[0], 4);
+    const int v = row((upper1 ? 2 : 0) + (upper2 ? 1 : 0));
+    float u[kRows];
+    u[0] = write_of(token.beta, token.rk, error[0], token.v[v]);
+    if (lane_id() / 4 % 2 == 0) {
+      store(o, o_offset + v * o.stride[3], output_of(token.rq, token.qk, out[0], u[0]));
+    }
+    u[0] *= token.rk;
+    join_halves<2>(u, 2, upper2);
+    join_halves<4>(u, 1, upper1);
+#pragma unroll
+    for (int i = 0; i < kChannels; ++i) {
+      const float k = token.k[channel(i)];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) s[r][i] = fma(k, u[r], s[r][i]);
+    }
+  }
+};
+
+template <class Layout, class State>
+__device__ __forceinline__ void consume(Shared<State>& shared, const RecurrentParams& p,
+                                        int64_t items) {
+  using Vector = Vector16<State>;
+  RingPosition<kStages<State>> stage;
+  RingPosition<kTokenSlots> slot;
+  uint32_t sums = 0;
+  for (int64_t index = blockIdx.x; index < items; index += gridDim.x, stage.advance()) {
+    State* const memory = shared.stage[stage.index];
+    wait(shared.loaded[stage.index], stage.parity);
+    const Item item = shared.items[stage.index];
+    if (item.active) {
+      Layout state;
+      if (p.initial_state.data) {
+        state.each_vector(memory, [](float* x, const uint4* from) { Vector::unpack(*from, x); });
+      } else {
+        state = {};
+      }
+      for (int64_t t = 0; t < item.count; ++t, slot.advance(), sums ^= 1) {
+        wait(shared.ready[slot.index], slot.parity);
+        state.step(shared.tokens[slot.index], shared.sums, sums, p.o, item.o + t * p.o.stride[1]);
+        __syncwarp();
+        if (lane_id() == 0) arrive(shared.free[slot.index]);
+      }
+      if (p.final_state.data) {
+        state.each_vector(memory, [](const float* x, uint4* to) { *to = Vector::pack(x); });
+        ptx::fence_proxy_async(ptx::space_shared);  // the bulk store reads what was just written
+      }
+    }
+    __syncwarp();
+    if (lane_id() == 0) arrive(shared.computed[stage.index]);
+  }
+}
+
+template <class State>
+__device__ __forceinline__ State* state_of(const Tensor& t, const RecurrentTile& tile) {
+  return static_cast<State*>(t.data) + tile.slot * t.stride[0] + tile.hv * t.stride[1];
+}
+
+/// Describes an item to the consumers and starts the load of its state.
+template <class State>
+__device__ __forceinline__ void start_item(Shared<State>& shared, int stage,
+                                           const RecurrentParams& p, const RecurrentTile& tile) {
+  constexpr uint32_t kBytes = kStateElements * sizeof(State);
+  shared.items[stage] = {token_offset(p.o, tile.tokens.batch, tile.tokens.begin, tile.hv),
+                         tile.count, tile.slot >= 0};
+  uint64_t* const barrier = &shared.loaded[stage];
+  if (tile.slot < 0 || !p.initial_state.data) return arrive(*barrier);
+  ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, barrier,
+                                 kBytes);
+  ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, shared.stage[stage],
+                     state_of<State>(p.initial_state, tile), kBytes, barrier);
+}
+
+/// One thread: refills a stage as soon as its state has left.
+template <class State>
+__device__ __forceinline__ void produce(Shared<State>& shared, const RecurrentParams& p,
+                                        int64_t items) {
+  constexpr int kAhead = kStages<State>;
+  constexpr uint32_t kBytes = kStateElements * sizeof(State);
+  int64_t next = blockIdx.x;
+  for (int stage = 0; stage < kAhead && next < items; ++stage, next += gridDim.x) {
+    start_item(shared, stage, p, recurrent_tile(p, next, kDim));
+  }
+  RingPosition<kAhead> stage;
+  for (int64_t index = blockIdx.x; index < items; index += gridDim.x, stage.advance()) {
+    const RecurrentTile done = recurrent_tile(p, index, kDim);
+    RecurrentTile coming{};
+    if (next < items) coming = recurrent_tile(p, next, kDim);
+    wait(shared.computed[stage.index], stage.parity);
+    if (done.slot >= 0 && p.final_state.data) {
+      ptx::cp_async_bulk(ptx::space_global, ptx::space_shared, state_of<State>(p.final_state, done),
+                         shared.stage[stage.index], kBytes);
+      ptx::cp_async_bulk_commit_group();
+      ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>{});
+    }
+    if (next < items) start_item(shared, stage.index, p, coming);
+    next += gridDim.x;
+  }
+}
+
+/// The tokens of all items of this block, as one sequence.
+struct TokenCursor {
+  RecurrentTile tile{};
+  int64_t index;
+  int64_t t = 0;
+
+  __device__ __forceinline__ TokenCursor() : index(int64_t{blockIdx.x} - gridDim.x) {}
+
+  /// False at the end.
+  __device__ __forceinline__ bool advance(const RecurrentParams& p, int64_t items, int warp,
+                                          int steps) {
+    t += steps;
+    while (t >= tile.count) {
+      t -= tile.count;
+      index += gridDim.x;
+      if (index >= items) return false;
+      tile = recurrent_tile(p, index, kDim);
+      write_zeros<float>(p, tile, kDim, warp * 32 + lane_id(), kTokenWarps * 32);
+    }
+    return true;
+  }
+};
+
+/// A token as it lies in memory: a lane's channels are lane, lane + 32, ...
+struct RawToken {
+  static constexpr int kEach = kDim / 32;
+  RawElement<float> q[kEach], k[kEach], g[kEach], v[kEach], dt_bias[kEach], A_log, beta;
+
+  __device__ __forceinline__ void load(const RecurrentParams& p, const TokenCursor& at) {
+    const RecurrentTile& tile = at.tile;
+    const int64_t batch = tile.tokens.batch;
+    const int64_t token = tile.tokens.begin + at.t;
+    const int64_t h = divide(tile.hv, p.heads.group).quotient;
+    const auto row = [](const Tensor& t, int64_t base, RawElement<float>* to) {
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        to[i] = load_raw<float>(t, base + (lane_id() + 32 * i) * t.stride[3]);
+      }
+    };
+    row(p.q, token_offset(p.q, batch, token, h), q);
+    row(p.k, token_offset(p.k, batch, token, h), k);
+    row(p.gate.g, token_offset(p.gate.g, batch, token, tile.hv), g);
+    row(p.v, token_offset(p.v, batch, token, tile.hv), v);
+    beta = load_raw<float>(p.beta, token_offset(p.beta, batch, token, tile.hv));
+    const Tensor& slope = p.gate.A_log;
+    const Tensor& bias = p.gate.dt_bias;
+    if (slope.data) A_log = load_raw<float>(slope, tile.hv * slope.stride[0]);
+    if (!bias.data) return;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      dt_bias[i] =
+          load_raw<float>(bias, tile.hv * bias.stride[0] + (lane_id() + 32 * i) * bias.stride[1]);
+    }
+  }
+
+  __device__ __forceinline__ void activate(const RecurrentParams& p, TokenSlot& to) const {
+    Gate<float> gate;
+    if (p.gate.A_log.data) gate.slope = exp(convert<float>(A_log, p.gate.A_log.dtype));
+    Products<float> sums;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int c = lane_id() + 32 * i;
+      if (p.gate.dt_bias.data) gate.bias = convert<float>(dt_bias[i], p.gate.dt_bias.dtype);
+      const float qi = convert<float>(q[i], p.q.dtype);
+      const float ki = convert<float>(k[i], p.k.dtype);
+      sums.add(qi, ki);
+      to.q[c] = qi;
+      to.k[c] = ki;
+      to.decay[c] = decay_of(p.gate, gate, convert<float>(g[i], p.gate.g.dtype));
+      to.v[c] = convert<float>(v[i], p.v.dtype);
+    }
+    float rq, rk, qk;
+    set_factors(p, sums, rq, rk, qk);
+    if (lane_id() != 0) return;
+    to.beta = beta_of(p, convert<float>(beta, p.beta.dtype));
+    to.rq = rq;
+    to.rk = rk;
+    to.qk = qk;
+  }
+};
+
+/// Warp `warp` of the token warps: every kTokenWarps-th token. The next one is asked for before the
+/// present one is worked on.
+template <class State>
+__device__ __forceinline__ void activate_tokens(Shared<State>& shared, const RecurrentParams& p,
+                                                int64_t items, int warp) {
+  TokenCursor cursor;
+  RawToken raw{};
+  RingPosition<kTokenSlots> slot;
+  slot.advance(warp);
+  bool more = cursor.advance(p, items, warp, warp);
+  if (more) raw.load(p, cursor);
+  while (more) {
+    RawToken next{};
+    more = cursor.advance(p, items, warp, kTokenWarps);
+    if (more) next.load(p, cursor);
+    wait(shared.free[slot.index], slot.parity ^ 1);
+    raw.activate(p, shared.tokens[slot.index]);
+    __syncwarp();
+    if (lane_id() == 0) arrive(shared.ready[slot.index]);
+    slot.advance(kTokenWarps);
+    raw = next;
+  }
+}
+
+template <class State>
+__device__ __forceinline__ void init_barriers(Shared<State>& shared) {
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages<State>; ++i) {
+      ptx::mbarrier_init(&shared.loaded[i], 1);
+      ptx::mbarrier_init(&shared.computed[i], kConsumerWarps);
+    }
+    for (int i = 0; i < kTokenSlots; ++i) {
+      ptx::mbarrier_init(&shared.ready[i], 1);
+      ptx::mbarrier_init(&shared.free[i], kConsumerWarps);
+    }
+    ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+    ptx::fence_proxy_async(ptx::space_shared);
+  }
+  __syncthreads();
+}
+
+template <class Layout, class State>
+__global__ void __launch_bounds__(kThreads, 1)
+    sm90_recurrent(const __grid_constant__ RecurrentParams p) {
+#if __CUDA_ARCH__ >= 900
+  auto& shared = *shared_memory<Shared<State>>();
+  init_barriers(shared);
+  const int64_t items = recurrent_tiles(p, kDim);
+  if (warp_id() < kConsumerWarps) {
+    consume<Layout>(shared, p, items);
+  } else if (warp_id() < kConsumerWarps + kTokenWarps) {
+    activate_tokens(shared, p, items, warp_id() - kConsumerWarps);
+  } else if (lane_id() == 0) {
+    produce(shared, p, items);
+  }
+#endif
+}
+
+}  // namespace kda::cuda::sm90
