@@ -47,8 +47,9 @@ cases::HostTensor DeviceBuffer::store(DType dtype, std::vector<int64_t> shape) c
   return tensor;
 }
 
-DeviceCase::DeviceCase(const Problem& problem, const cases::TensorMap& inputs)
-    : plan_(make_plan(problem, {DeviceType::kCuda, 0}).value()),
+DeviceCase::DeviceCase(const Problem& problem, const cases::TensorMap& inputs,
+                       const Options& options)
+    : plan_(make_plan(problem, {DeviceType::kCuda, 0}, options).value()),
       workspace_(plan_.workspace_bytes()) {
   for (const TensorSpec& spec : tensors_of(problem.operation)) {
     if (!problem.has(spec.id)) continue;

@@ -46,7 +46,7 @@ class DeviceBuffer {
 /// A problem with all its tensors and its workspace on device 0.
 class DeviceCase {
  public:
-  DeviceCase(const Problem& problem, const cases::TensorMap& inputs);
+  DeviceCase(const Problem& problem, const cases::TensorMap& inputs, const Options& options = {});
 
   const Plan& plan() const { return plan_; }
   const Args& args() const { return args_; }

@@ -58,36 +58,45 @@ Status check_features(const Problem& problem) {
   return {};
 }
 
+/// The states that are there: both are of one type.
+const TensorLayout& state_of(const Problem& problem) {
+  const TensorLayout& initial = problem[TensorId::kInitialState];
+  return initial.present() ? initial : problem[TensorId::kFinalState];
+}
+
 bool is_aligned(const Tensor& state) {
   return reinterpret_cast<std::uintptr_t>(state.data) % kCopyAlignment == 0;
 }
 
 class RecurrentExecutor final : public CudaExecutor {
  public:
-  RecurrentExecutor(Problem problem, Device device, int multiprocessors)
-      : CudaExecutor(std::move(problem), device, 0), multiprocessors_(multiprocessors) {}
+  RecurrentExecutor(Problem problem, Device device, int64_t items, int64_t blocks, bool counts)
+      : CudaExecutor(std::move(problem), device, counts ? sizeof(unsigned long long) : 0),
+        blocks_(std::min(items, blocks)),
+        counts_(counts) {}
 
  protected:
   Status enqueue(const Args& args, cudaStream_t stream) const override {
-    const RecurrentParams p = recurrent_params(problem(), args);
+    Params p{recurrent_params(problem(), args)};
     const bool v_first = problem().state_v_first;
     if (!is_aligned(p.initial_state) || !is_aligned(p.final_state)) {
       return launch_recurrent(p, v_first, false, stream);
     }
-    const Tensor& state = p.initial_state.data != nullptr ? p.initial_state : p.final_state;
-    const bool fp32 = static_cast<DType>(state.dtype) == DType::kF32;
+    const bool fp32 = state_of(problem()).dtype == DType::kF32;
     const RecurrentKernel kernel = v_first
                                        ? (fp32 ? recurrent_v_first_fp32 : recurrent_v_first_bf16)()
                                        : (fp32 ? recurrent_k_first_fp32 : recurrent_k_first_bf16)();
-    const int64_t items =
-        (p.sequences.count + (p.sequences.cu.data != nullptr ? 1 : 0)) * p.heads.HV;
-    return launch({"sm90_recurrent", std::min<int64_t>(items, multiprocessors_), kThreads,
-                   kernel.shared_bytes},
+    if (counts_) {
+      p.taken = static_cast<unsigned long long*>(args.workspace);
+      if (Status status = launch_recurrent_start(p.taken, stream); !status.ok()) return status;
+    }
+    return launch({"sm90_recurrent", blocks_, kThreads, kernel.shared_bytes, counts_},
                   kernel.kernel, p, stream);
   }
 
  private:
-  int multiprocessors_;
+  int64_t blocks_;
+  bool counts_;
 };
 
 }  // namespace
@@ -101,8 +110,10 @@ Result<std::unique_ptr<Executor>> make_recurrent(const Problem& problem, const D
   cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device.index);
   if (major != 9) return unsupported("compute capability {}.x: only 9.0", major);
   if (Status status = check_features(problem); !status.ok()) return status;
-  return std::unique_ptr<Executor>(
-      std::make_unique<RecurrentExecutor>(problem, device, multiprocessors));
+  const int64_t items = (problem.sequences() + (problem.packed() ? 1 : 0)) * problem.sizes.HV;
+  const int stages = state_of(problem).dtype == DType::kF32 ? kStages<float> : kStages<uint16_t>;
+  return std::unique_ptr<Executor>(std::make_unique<RecurrentExecutor>(
+      problem, device, items, multiprocessors, items > int64_t{stages} * multiprocessors));
 }
 
 }  // namespace kda::cuda::sm90

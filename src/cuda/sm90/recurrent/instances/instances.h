@@ -7,8 +7,15 @@
 
 namespace kda::cuda::sm90 {
 
+struct Params : RecurrentParams {
+  unsigned long long* taken = nullptr;  ///< items beyond one a stage; absent if there are none
+};
+
+/// Zeroes the counter. The next kernel may start at once.
+Status launch_recurrent_start(unsigned long long* taken, cudaStream_t stream);
+
 struct RecurrentKernel {
-  void (*kernel)(RecurrentParams);
+  void (*kernel)(Params);
   std::size_t shared_bytes;
 };
 
