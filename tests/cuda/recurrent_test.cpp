@@ -205,6 +205,43 @@ TEST(CudaRecurrent, NeighboursInTheBatchDoNotMatter) {
   }
 }
 
+// PAGED-04: a draft, verified and committed, and the same tokens one by one.
+TEST(CudaRecurrent, StepsGiveTheBitsOfADraft) {
+  constexpr int64_t kTokens = 4;
+  for (const bool v_first : {false, true}) {
+    CaseSpec spec = decode_spec(10, kTokens, 32, 32);
+    spec.state_v_first = v_first;
+    Decode draft(spec, DType::kF32);
+    draft.give(kNumAccepted, std::vector<double>(10, 3));
+    KDA_NEEDS_HOPPER(draft);
+    Decode verify = draft;
+    verify.problem.set(kNumAccepted, DType::kNone).set(kFinalState, DType::kNone);
+    const HostTensor drafted = verify.run(kHopper, false).at(kO);
+    const TensorMap committed = draft.run(kHopper);
+    for (const int64_t i : {0, 9}) {
+      HostTensor state = row_of(draft.c.inputs.at(kInitialState), i);
+      for (int64_t t = 0; t < 3; ++t) {
+        Decode step = alone(draft, i, t + 1);
+        for (const TensorId id : {kQ, kK, kV, kG, kBeta}) {
+          HostTensor& tokens = step.c.inputs.at(id);
+          const auto token = static_cast<std::ptrdiff_t>(tokens.bytes.size()) / (t + 1);
+          tokens.bytes.erase(tokens.bytes.begin(), tokens.bytes.end() - token);
+          tokens.shape[1] = 1;
+        }
+        step.problem.sizes.T = 1;
+        step.c.inputs[kInitialState] = state;
+        const TensorMap results = step.run("");
+        state = results.at(kFinalState);
+        const HostTensor& o = results.at(kO);
+        const auto at = static_cast<std::ptrdiff_t>(o.bytes.size()) * (i * kTokens + t);
+        EXPECT_TRUE(std::equal(o.bytes.begin(), o.bytes.end(), drafted.bytes.begin() + at))
+            << "sequence " << i << ", token " << t;
+      }
+      EXPECT_TRUE(state.bytes == row_of(committed.at(kFinalState), i).bytes) << "sequence " << i;
+    }
+  }
+}
+
 // PAGED-03: without a token the state stays, and a count that no host check sees writes nothing.
 TEST(CudaRecurrent, CountsOfAcceptedTokens) {
   constexpr int64_t kTokens = 4;
