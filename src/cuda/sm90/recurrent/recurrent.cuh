@@ -40,6 +40,7 @@ namespace kda::cuda::sm90 {
 
 namespace ptx = ::cuda::ptx;
 
+/// q, k and decay of channel c lie at Layout::place_of(c).
 struct TokenSlot {
   float q[kDim];
   float k[kDim];
@@ -131,6 +132,7 @@ struct KFirst {
     return half() * 64 + (i / Vector::kSize * 8 + lane_id() % 8) * Vector::kSize +
            i % Vector::kSize;
   }
+  static __device__ __forceinline__ int place_of(int channel) { return channel; }
 
   template <class F>
   __device__ __forceinline__ void each_vector(State* stage, F f) {
@@ -224,6 +226,17 @@ struct VFirst {
   static __device__ __forceinline__ int channel(int i) {
     return (i / Vector::kSize * 8 + lane_id() % 8) * Vector::kSize + i % Vector::kSize;
   }
+  /// Channel i of the lane: whatever the vectors of the state, eight lanes read 128 bytes in a row.
+  static __device__ __forceinline__ int place(int i) {
+    return i / 4 * 32 + lane_id() % 8 * 4 + i % 4;
+  }
+  /// The same by the number of the channel.
+  static __device__ __forceinline__ int place_of(int channel) {
+    constexpr int kBlock = 8 * Vector::kSize;
+    const int inside = channel % Vector::kSize;
+    return channel / kBlock * kBlock + inside / 4 * 32 + channel % kBlock / Vector::kSize * 4 +
+           inside % 4;
+  }
 
   template <class F>
   __device__ __forceinline__ void each_vector(State* stage, F f) {
@@ -242,9 +255,9 @@ struct VFirst {
     float out[kRows] = {};
 #pragma unroll
     for (int i = 0; i < kChannels; ++i) {
-      const float decay = token.decay[channel(i)];
-      const float k = token.k[channel(i)];
-      const float q = token.q[channel(i)];
+      const float decay = token.decay[place(i)];
+      const float k = token.k[place(i)];
+      const float q = token.q[place(i)];
 #pragma unroll
       for (int r = 0; r < kRows; ++r) decay_element(s[r][i], decay, k, q, error[r], out[r]);
     }
@@ -268,7 +281,7 @@ struct VFirst {
     join_halves<4>(u, 1, upper1);
 #pragma unroll
     for (int i = 0; i < kChannels; ++i) {
-      const float k = token.k[channel(i)];
+      const float k = token.k[place(i)];
 #pragma unroll
       for (int r = 0; r < kRows; ++r) s[r][i] = fma(k, u[r], s[r][i]);
     }
@@ -419,6 +432,7 @@ struct RawToken {
     }
   }
 
+  template <class Layout>
   __device__ __forceinline__ void activate(const Params& p, TokenSlot& to) const {
     Gate<float> gate;
     if (p.gate.A_log.data) gate.slope = exp(convert<float>(A_log, p.gate.A_log.dtype));
@@ -430,9 +444,10 @@ struct RawToken {
       const float qi = convert<float>(q[i], p.q.dtype);
       const float ki = convert<float>(k[i], p.k.dtype);
       sums.add(qi, ki);
-      to.q[c] = qi;
-      to.k[c] = ki;
-      to.decay[c] = decay_of(p.gate, gate, convert<float>(g[i], p.gate.g.dtype));
+      const int place = Layout::place_of(c);
+      to.q[place] = qi;
+      to.k[place] = ki;
+      to.decay[place] = decay_of(p.gate, gate, convert<float>(g[i], p.gate.g.dtype));
       to.v[c] = convert<float>(v[i], p.v.dtype);
     }
     float rq, rk, qk;
@@ -446,7 +461,7 @@ struct RawToken {
 };
 
 /// Warp `warp` of the token warps: every kTokenWarps-th token of the block.
-template <class State>
+template <class Layout, class State>
 __device__ __forceinline__ void activate_tokens(Shared<State>& shared, const Params& p, int warp) {
   RingPosition<kTokenSlots> slot;
   slot.advance(warp);
@@ -462,7 +477,7 @@ __device__ __forceinline__ void activate_tokens(Shared<State>& shared, const Par
       RawToken raw;
       raw.load(p, item, t);
       wait(shared.free[slot.index], slot.parity ^ 1);
-      raw.activate(p, shared.tokens[slot.index]);
+      raw.activate<Layout>(p, shared.tokens[slot.index]);
       __syncwarp();
       if (lane_id() == 0) arrive(shared.ready[slot.index]);
     }
@@ -496,7 +511,7 @@ __global__ void __launch_bounds__(kThreads, 1) sm90_recurrent(const __grid_const
   if (warp_id() < kConsumerWarps) {
     consume<Layout>(shared, p);
   } else if (warp_id() < kConsumerWarps + kTokenWarps) {
-    activate_tokens(shared, p, warp_id() - kConsumerWarps);
+    activate_tokens<Layout>(shared, p, warp_id() - kConsumerWarps);
   } else if (lane_id() == 0) {
     produce(shared, p);
   }
