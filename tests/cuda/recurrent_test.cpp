@@ -110,7 +110,7 @@ std::string describe(const Variant& v, int64_t T) {
 TEST(CudaRecurrent, HopperIsRightAndHasTheBitsOfThePortableKernel) {
   for (const Variant& variant : variants()) {
     for (const int64_t T : {1, 2, 3, 8, 19}) {
-      CaseSpec spec = decode_spec(3, T, 2, 4);
+      CaseSpec spec = decode_spec(9, T, 8, 16);
       spec.state_v_first = variant.v_first;
       if (T == 3) spec.gate = Gate::kLowerBound;
       if (T == 2) spec.io = spec.gate_dtype = DType::kF32;
@@ -137,7 +137,7 @@ TEST(CudaRecurrent, HopperKeepsItsRingsApart) {
 }
 
 TEST(CudaRecurrent, HopperTakesPackedAndAbsentStates) {
-  CaseSpec spec = decode_spec(1, 40, 1, 8);
+  CaseSpec spec = decode_spec(1, 40, 4, 32);
   spec.cu_seqlens = {0, 3, 3, 4, 20, 33};
   spec.poison_tail = true;
   Decode decode(spec, DType::kF32);

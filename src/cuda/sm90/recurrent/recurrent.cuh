@@ -314,16 +314,14 @@ __device__ __forceinline__ void consume(Shared<State>& shared, const Params& p) 
         wait(shared.ready[slot.index], slot.parity);
         state.step(shared.tokens[slot.index], shared.sums, sums, p.o, o);
         o += p.o.stride[1];
-        __syncwarp();
-        if (lane_id() == 0) arrive(shared.free[slot.index]);
+        arrive(shared.free[slot.index]);
       }
       if (p.final_state.data) {
         state.each_vector(memory, [](const float* x, uint4* to) { *to = Vector::pack(x); });
         ptx::fence_proxy_async(ptx::space_shared);  // the bulk store reads what was just written
       }
     }
-    __syncwarp();
-    if (lane_id() == 0) arrive(shared.computed[stage.index]);
+    arrive(shared.computed[stage.index]);
   }
 }
 
@@ -469,8 +467,7 @@ __device__ __forceinline__ void activate_tokens(Shared<State>& shared, const Par
   for (RingPosition<kStages<State>> stage;; stage.advance()) {
     wait(shared.announced[stage.index], stage.parity);
     const RecurrentTile item = shared.items[stage.index];
-    __syncwarp();
-    if (lane_id() == 0) arrive(shared.computed[stage.index]);
+    arrive(shared.computed[stage.index]);
     if (is_end(item)) return;
     write_zeros<float>(p, item, kDim, warp * 32 + lane_id(), kTokenWarps * 32);
     for (; t < item.count; t += kTokenWarps, slot.advance(kTokenWarps)) {
@@ -478,8 +475,7 @@ __device__ __forceinline__ void activate_tokens(Shared<State>& shared, const Par
       raw.load(p, item, t);
       wait(shared.free[slot.index], slot.parity ^ 1);
       raw.activate<Layout>(p, shared.tokens[slot.index]);
-      __syncwarp();
-      if (lane_id() == 0) arrive(shared.ready[slot.index]);
+      arrive(shared.ready[slot.index]);
     }
     t -= item.count;
   }
@@ -491,11 +487,11 @@ __device__ __forceinline__ void init_barriers(Shared<State>& shared) {
     for (int i = 0; i < kStages<State>; ++i) {
       ptx::mbarrier_init(&shared.announced[i], 1);
       ptx::mbarrier_init(&shared.loaded[i], 1);
-      ptx::mbarrier_init(&shared.computed[i], kConsumerWarps + kTokenWarps);
+      ptx::mbarrier_init(&shared.computed[i], 32 * (kConsumerWarps + kTokenWarps));
     }
     for (int i = 0; i < kTokenSlots; ++i) {
-      ptx::mbarrier_init(&shared.ready[i], 1);
-      ptx::mbarrier_init(&shared.free[i], kConsumerWarps);
+      ptx::mbarrier_init(&shared.ready[i], 32);
+      ptx::mbarrier_init(&shared.free[i], 32 * kConsumerWarps);
     }
     ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
     ptx::fence_proxy_async(ptx::space_shared);
