@@ -90,7 +90,8 @@ struct KFirstState {
       const float q = token.q[line(r)];
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
-        decay_element(s[r].x[i], decay, k, q, error[i], out[i]);
+        decay_element(s[r].x[i], decay, k, error[i]);
+        out[i] = fma(s[r].x[i], q, out[i]);
       }
     }
 #pragma unroll
@@ -193,7 +194,8 @@ struct VFirstState {
         const float q = token.q[channel(j) + i];
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
-          decay_element(s[r][j].x[i], decay, k, q, error[r], out[r]);
+          decay_element(s[r][j].x[i], decay, k, error[r]);
+          out[r] = fma(s[r][j].x[i], q, out[r]);
         }
       }
     }

@@ -151,13 +151,11 @@ __device__ __forceinline__ Real beta_of(const RecurrentParams& p, Real x) {
 // One token on one element, one column. Which products are fused into additions is written out, so
 // that every kernel gives the same bits.
 
-/// (2.1), and the element's share of St^T k and St^T q.
+/// (2.1), and the element's share of St^T k.
 template <class Real>
-__device__ __forceinline__ void decay_element(Real& s, Real decay, Real k, Real q, Real& error,
-                                              Real& out) {
+__device__ __forceinline__ void decay_element(Real& s, Real decay, Real k, Real& error) {
   s *= decay;
   error = fma(s, k, error);
-  out = fma(s, q, out);
 }
 
 /// (2.2), (2.3): u of a column, k as given (not yet times rk).

@@ -132,7 +132,14 @@ struct KFirst {
     return half() * 64 + (i / Vector::kSize * 8 + lane_id() % 8) * Vector::kSize +
            i % Vector::kSize;
   }
-  static __device__ __forceinline__ int place_of(int channel) { return channel; }
+  /// Channel row(r): a thread's rows lie side by side, so that it reads four at a time.
+  static __device__ __forceinline__ int place(int r) {
+    return (quarter() * 4 + lane_id() / 8) * kRows + r;
+  }
+  /// The same by the number of the channel.
+  static __device__ __forceinline__ int place_of(int channel) {
+    return channel % 16 * kRows + channel / 16;
+  }
 
   template <class F>
   __device__ __forceinline__ void each_vector(State* stage, F f) {
@@ -145,48 +152,58 @@ struct KFirst {
     }
   }
 
+  /// Of the four lanes of a column octet each ends its sums with two columns: `own` and the next.
+  static __device__ __forceinline__ bool upper8() { return lane_id() / 8 % 2 != 0; }
+  static __device__ __forceinline__ bool upper16() { return lane_id() / 16 != 0; }
+  static __device__ __forceinline__ int own() {
+    return column((upper8() ? 4 : 0) + (upper16() ? 2 : 0));
+  }
+
+  /// One token. `o_offset`: where its output of column `own` goes.
   __device__ __forceinline__ void step(const TokenSlot& token, Sums& sums, uint32_t parity,
                                        const Tensor& o, int64_t o_offset) {
     float error[kColumns] = {};
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const float decay = token.decay[place(r)];
+      const float k = token.k[place(r)];
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) decay_element(s[r][i], decay, k, error[i]);
+    }
+    sum_halves<8>(error, 8, upper8());
+    sum_halves<4>(error, 16, upper16());
     float out[kColumns] = {};
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const float decay = token.decay[row(r)];
-      const float k = token.k[row(r)];
-      const float q = token.q[row(r)];
+      const float q = token.q[place(r)];
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) decay_element(s[r][i], decay, k, q, error[i], out[i]);
+      for (int i = 0; i < kColumns; ++i) out[i] = fma(s[r][i], q, out[i]);
     }
-    // Each of the four lanes of a column octet ends with two columns, first and first + 1.
-    const bool upper8 = (lane_id() / 8) % 2 != 0;
-    const bool upper16 = lane_id() / 16 != 0;
-    sum_halves<8>(error, 8, upper8);
-    sum_halves<8>(out, 8, upper8);
-    sum_halves<4>(error, 16, upper16);
-    sum_halves<4>(out, 16, upper16);
-    const int first = column((upper8 ? 4 : 0) + (upper16 ? 2 : 0));
+    sum_halves<8>(out, 8, upper8());
+    sum_halves<4>(out, 16, upper16());
     auto& mine = sums[parity][quarter()];
-    *reinterpret_cast<float2*>(&mine[0][first]) = make_float2(error[0], error[1]);
-    *reinterpret_cast<float2*>(&mine[1][first]) = make_float2(out[0], out[1]);
+    *reinterpret_cast<float2*>(&mine[0][own()]) = make_float2(error[0], error[1]);
+    *reinterpret_cast<float2*>(&mine[1][own()]) = make_float2(out[0], out[1]);
     sync_named(1 + half(), 4 * 32);
     float u[kColumns];
-    write_columns(token, sums[parity], first, o, o_offset, u);
-    join_halves<4>(u, 16, upper16);
-    join_halves<8>(u, 8, upper8);
+    write_columns(token, sums[parity], o, o_offset, u);
+    join_halves<4>(u, 16, upper16());
+    join_halves<8>(u, 8, upper8());
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const float k = token.k[row(r)];
+      const float k = token.k[place(r)];
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) s[r][i] = fma(k, u[i], s[r][i]);
     }
   }
 
  private:
-  /// o and u of columns first and first + 1, from the sums of the four warps.
+  /// o and u of the two columns, from the sums of the four warps.
   static __device__ __forceinline__ void write_columns(const TokenSlot& token,
-                                                       const float (&sums)[4][2][kDim], int first,
+                                                       const float (&sums)[4][2][kDim],
                                                        const Tensor& o, int64_t o_offset,
                                                        float* u) {
+    const int first = own();
     float2 error = make_float2(0, 0);
     float2 out = make_float2(0, 0);
 #pragma unroll
@@ -202,9 +219,13 @@ struct KFirst {
     u[0] = write_of(token.beta, token.rk, error.x, v.x);
     u[1] = write_of(token.beta, token.rk, error.y, v.y);
     if (quarter() == 0) {
-      const int64_t at = o_offset + first * o.stride[3];
-      store(o, at, output_of(token.rq, token.qk, out.x, u[0]));
-      store(o, at + o.stride[3], output_of(token.rq, token.qk, out.y, u[1]));
+      const float y0 = output_of(token.rq, token.qk, out.x, u[0]);
+      const float y1 = output_of(token.rq, token.qk, out.y, u[1]);
+      with_element(o.dtype, [&]<class T>(Element<T>) {
+        T* const at = static_cast<T*>(o.data) + o_offset;
+        at[0] = from_real<T>(y0);
+        at[o.stride[3]] = from_real<T>(y1);
+      });
     }
     u[0] *= token.rk;
     u[1] *= token.rk;
@@ -249,41 +270,53 @@ struct VFirst {
     }
   }
 
+  /// A lane ends its sums with one row, `own`; lanes 4 apart with the same.
+  static __device__ __forceinline__ bool upper1() { return lane_id() % 2 != 0; }
+  static __device__ __forceinline__ bool upper2() { return lane_id() / 2 % 2 != 0; }
+  static __device__ __forceinline__ int own() {
+    return row((upper1() ? 2 : 0) + (upper2() ? 1 : 0));
+  }
+
+  /// The sum over the channels of a row, in x[0].
+  static __device__ __forceinline__ void sum_row(float (&x)[kRows]) {
+    sum_halves<4>(x, 1, upper1());
+    sum_halves<2>(x, 2, upper2());
+    x[0] += __shfl_xor_sync(~0u, x[0], 4);
+  }
+
+  /// One token. `o_offset`: where its output of row `own` goes.
   __device__ __forceinline__ void step(const TokenSlot& token, Sums&, uint32_t, const Tensor& o,
                                        int64_t o_offset) {
     float error[kRows] = {};
-    float out[kRows] = {};
 #pragma unroll
     for (int i = 0; i < kChannels; ++i) {
       const float decay = token.decay[place(i)];
       const float k = token.k[place(i)];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) decay_element(s[r][i], decay, k, error[r]);
+    }
+    sum_row(error);
+    float out[kRows] = {};  // while the sums of the errors travel
+#pragma unroll
+    for (int i = 0; i < kChannels; ++i) {
       const float q = token.q[place(i)];
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) decay_element(s[r][i], decay, k, q, error[r], out[r]);
+      for (int r = 0; r < kRows; ++r) out[r] = fma(s[r][i], q, out[r]);
     }
-    // Each lane ends with one row, lanes 4 apart with the same.
-    const bool upper1 = lane_id() % 2 != 0;
-    const bool upper2 = lane_id() / 2 % 2 != 0;
-    sum_halves<4>(error, 1, upper1);
-    sum_halves<4>(out, 1, upper1);
-    sum_halves<2>(error, 2, upper2);
-    sum_halves<2>(out, 2, upper2);
-    error[0] += __shfl_xor_sync(~0u, error[0], 4);
-    out[0] += __shfl_xor_sync(~0u, out[0], 4);
-    const int v = row((upper1 ? 2 : 0) + (upper2 ? 1 : 0));
+    const float written = write_of(token.beta, token.rk, error[0], token.v[own()]);
     float u[kRows];
-    u[0] = write_of(token.beta, token.rk, error[0], token.v[v]);
-    if (lane_id() / 4 % 2 == 0) {
-      store(o, o_offset + v * o.stride[3], output_of(token.rq, token.qk, out[0], u[0]));
-    }
-    u[0] *= token.rk;
-    join_halves<2>(u, 2, upper2);
-    join_halves<4>(u, 1, upper1);
+    u[0] = token.rk * written;
+    join_halves<2>(u, 2, upper2());
+    join_halves<4>(u, 1, upper1());
 #pragma unroll
     for (int i = 0; i < kChannels; ++i) {
       const float k = token.k[place(i)];
 #pragma unroll
       for (int r = 0; r < kRows; ++r) s[r][i] = fma(k, u[r], s[r][i]);
+    }
+    sum_row(out);
+    if (lane_id() / 4 % 2 == 0) {
+      store(o, o_offset, output_of(token.rq, token.qk, out[0], written));
     }
   }
 };
@@ -309,7 +342,8 @@ __device__ __forceinline__ void consume(Shared<State>& shared, const Params& p) 
       } else {
         state = {};
       }
-      int64_t o = token_offset(p.o, item.tokens.batch, item.tokens.begin, item.hv);
+      int64_t o = token_offset(p.o, item.tokens.batch, item.tokens.begin, item.hv) +
+                  Layout::own() * p.o.stride[3];
       for (int64_t left = item.count; left > 0; --left, slot.advance(), sums ^= 1) {
         wait(shared.ready[slot.index], slot.parity);
         state.step(shared.tokens[slot.index], shared.sums, sums, p.o, o);
