@@ -86,7 +86,17 @@ Status launch_raw(const LaunchShape& shape, const void* kernel, void** arguments
     error = shared_memory_limits().raise(kernel, shape.shared_bytes);
   }
   if (error == cudaSuccess) {
-    error = cudaLaunchKernel(kernel, grid, block, arguments, shape.shared_bytes, stream);
+    cudaLaunchAttribute early{};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.dynamicSmemBytes = shape.shared_bytes;
+    config.stream = stream;
+    config.attrs = &early;
+    config.numAttrs = shape.starts_early ? 1 : 0;
+    error = cudaLaunchKernelExC(&config, kernel, arguments);
   }
   if (error == cudaSuccess) return {};
   cudaGetLastError();

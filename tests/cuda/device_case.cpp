@@ -49,8 +49,9 @@ cases::HostTensor DeviceBuffer::store(DType dtype, std::vector<int64_t> shape) c
   return tensor;
 }
 
-DeviceCase::DeviceCase(const Problem& problem, const cases::TensorMap& inputs, int device)
-    : plan_(make_plan(problem, {DeviceType::kCuda, device}).value()),
+DeviceCase::DeviceCase(const Problem& problem, const cases::TensorMap& inputs, int device,
+                       const Options& options)
+    : plan_(make_plan(problem, {DeviceType::kCuda, device}, options).value()),
       workspace_(plan_.workspace_bytes()) {
   for (const TensorSpec& spec : tensors_of(problem.operation)) {
     if (!problem.has(spec.id)) continue;

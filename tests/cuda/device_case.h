@@ -48,7 +48,8 @@ class DeviceBuffer {
 /// A problem with all its tensors and its workspace on a device, which has to be the current one.
 class DeviceCase {
  public:
-  DeviceCase(const Problem& problem, const cases::TensorMap& inputs, int device = 0);
+  DeviceCase(const Problem& problem, const cases::TensorMap& inputs, int device = 0,
+             const Options& options = {});
 
   const Plan& plan() const { return plan_; }
   const Args& args() const { return args_; }

@@ -95,6 +95,28 @@ TEST(CudaSmall, RecurrentStates) {
   }
 }
 
+// More states than the blocks have stages, so that every ring goes round.
+TEST(CudaSmall, RecurrentStream) {
+  KDA_NEEDS_GPU();
+  for (const DType state : {DType::kF32, DType::kBF16}) {
+    for (const bool v_first : {false, true}) {
+      CaseSpec spec = with_everything({state == DType::kF32 ? 14 : 27, 2, 32, 32, 128, 128, 0, 0},
+                                      DType::kBF16);
+      spec.state_v_first = v_first;
+      spec.gradients = false;
+      Case c = cases::generate(spec);
+      HostTensor& h0 = c.inputs.at(kInitialState);
+      h0 = cases::converted(h0, state);
+      Problem problem = forward_problem(c);
+      problem.operation = Operation::kRecurrent;
+      problem.set(kInitialState, state).set(kFinalState, state);
+      DeviceCase device(problem, c.inputs);
+      device.run();
+      expect_finite(device.outputs());
+    }
+  }
+}
+
 TEST(CudaSmall, StateScanWithRawDq) {
   KDA_NEEDS_GPU();
   Problem problem = Problem::make(Operation::kStateScan, {1, 70, 1, 2, 36, 20, 0, 0}, DType::kF32);

@@ -240,6 +240,71 @@ TEST(ReportsOnCpu, PAGED_03_WrongSlotsAreRefused) {
   }
 }
 
+/// The recurrent operation with states in place and num_accepted.
+TensorMap commit(const Case& c, const std::string& family, const std::vector<double>& accepted) {
+  Problem problem = recurrent_problem(c);
+  problem.set(kNumAccepted, DType::kI32);
+  TensorMap inputs = c.inputs;
+  inputs[kNumAccepted] =
+      cases::from_doubles(DType::kI32, {static_cast<int64_t>(accepted.size())}, accepted);
+  Conditions conditions = choosing(family);
+  conditions.state_in_place = true;
+  conditions.repeat = true;
+  return run_operation(problem, inputs, conditions);
+}
+
+TEST(Reports, PAGED_03_NoAcceptedTokenLeavesTheState) {
+  CaseSpec spec = small_spec(4);
+  spec.sizes.B = 4;
+  spec.gradients = false;
+  const Case c = cases::generate(spec);
+  const HostTensor& before = c.inputs.at(kInitialState);
+  for (const std::string& family : families()) {
+    const TensorMap results = commit(c, family, {0, 1, 3, 4});
+    EXPECT_EQ(other_bits(row_of(before, 0), row_of(results.at(kFinalState), 0)), "") << family;
+    for (int64_t n = 1; n < 4; ++n) {
+      EXPECT_NE(other_bits(row_of(before, n), row_of(results.at(kFinalState), n)), "") << family;
+    }
+  }
+  for (const std::string& family : families_of_cpu()) {
+    EXPECT_THROW(commit(c, family, {0, 5, 3, 4}), Error) << family;
+    EXPECT_THROW(commit(c, family, {0, 1, -1, 4}), Error) << family;
+  }
+}
+
+// A draft of N tokens is verified without a final state; then m of them are committed. State and
+// next output must be those of m ordinary steps.
+TEST(Reports, PAGED_04_RejectedDraftsLeaveNoTrace) {
+  for (const int64_t N : {1, 3, 7}) {
+    CaseSpec spec = small_spec(N + 1);
+    spec.gradients = false;
+    const Case c = cases::generate(spec);
+    const Case draft = part_of(c, 0, 0, N, 0);
+    for (const std::string& family : families()) {
+      Problem verify = recurrent_problem(draft);
+      verify.set(kFinalState, DType::kNone);
+      const HostTensor drafted = run_operation(verify, draft.inputs, choosing(family)).at(kO);
+      Hand steps{c, family, c.inputs.at(kInitialState), {}};
+      for (int64_t m = 0; m <= N; ++m) {
+        const TensorMap committed = commit(draft, family, {static_cast<double>(m)});
+        Hand next{c, family, committed.at(kFinalState), {}};
+        const Hand ordinary = steps;
+        steps.go(m, m + 1, false);
+        next.go(m, m + 1, false);
+        TensorMap expected{{kFinalState, ordinary.state}, {kO, steps.last.at(kO)}};
+        const TensorMap results{{kFinalState, committed.at(kFinalState)}, {kO, next.last.at(kO)}};
+        if (family == "reference") {  // a step rounds its state to fp32, a commit only the last one
+          EXPECT_EQ(beyond_limits(part_of(c, 0, m, m + 1, 0), results, expected), "") << m;
+        } else {
+          EXPECT_EQ(other_bits(results, expected), "") << family << " " << m << " of " << N;
+        }
+        if (m == N || family == "reference") continue;
+        EXPECT_EQ(other_bits(tokens_of(drafted, 0, m, m + 1), steps.last.at(kO)), "") << family;
+      }
+    }
+  }
+}
+
 // The state at each boundary of chunks is the final state of the call that ends there.
 TEST_P(Reports, PAGED_06_CheckpointsAreFinalStates) {
   CaseSpec spec = small_spec(130);
@@ -252,6 +317,27 @@ TEST_P(Reports, PAGED_06_CheckpointsAreFinalStates) {
     for (const int64_t chunk : {1, 2}) {
       const TensorMap head = run_case(part_of(c, 0, 0, 64 * chunk, 0), family);
       EXPECT_EQ(other_bits(row_of(results.at(kH), chunk), head.at(kFinalState)), "") << family;
+    }
+  }
+}
+
+// Token by token, the state after any prefix is the final state of the call that ends there.
+TEST(Reports, PAGED_06_StatesInsidePackedSequences) {
+  CaseSpec spec = small_spec(327);
+  spec.gradients = false;
+  spec.cu_seqlens = {0, 63, 127, 327};
+  const Case c = cases::generate(spec);
+  for (const std::string& family : families()) {
+    for (const auto& counts : {std::vector<double>{63, 64, 64}, {0, 64, 128}, {63, 0, 200}}) {
+      const HostTensor states = commit(c, family, counts).at(kFinalState);
+      for (int64_t n = 0; n < 3; ++n) {
+        const int64_t begin = spec.cu_seqlens[static_cast<std::size_t>(n)];
+        const auto count = static_cast<int64_t>(counts[static_cast<std::size_t>(n)]);
+        const Case head = part_of(c, 0, begin, begin + count, n);
+        const TensorMap alone =
+            run_operation(recurrent_problem(head), head.inputs, choosing(family));
+        EXPECT_EQ(other_bits(row_of(states, n), alone.at(kFinalState)), "") << family << " " << n;
+      }
     }
   }
 }

@@ -154,7 +154,9 @@ Result<Measured> measure(const Bench& bench, const Workload& workload, TensorMap
   if (!placement.ok()) return placement.status();
   Args args;
   TensorMap outputs;
-  Status status = cases::bind(workload.problem, tensors, outputs, **placement, args);
+  Problem bound = workload.problem;
+  if (workload.state_in_place) bound.set(TensorId::kFinalState, DType::kNone);
+  Status status = cases::bind(bound, tensors, outputs, **placement, args);
   if (!status.ok()) return status;
   if (workload.state_in_place) {
     args.out(TensorId::kFinalState, args[TensorId::kInitialState]);
@@ -167,7 +169,6 @@ Result<Measured> measure(const Bench& bench, const Workload& workload, TensorMap
       time_runs(*plan, args, **placement, bench.command.repeat, bench.suite == Suite::kHost);
   if (!timing.ok()) return timing.status();
   if (status = (*placement)->fetch(); !status.ok()) return status;
-  if (workload.state_in_place) outputs.erase(TensorId::kFinalState);  // nobody wrote it
   if (status = check_finite(outputs); !status.ok()) return status;
   for (auto& [id, tensor] : outputs) tensors[id] = std::move(tensor);  // later stages read them
   return Measured{*timing, std::string(plan->implementation()), plan->workspace_bytes()};
@@ -200,7 +201,7 @@ void print_machine(const Bench& bench) {
                "implementation", "host us", "p20", "p80", "launches");
     return;
   }
-  fmt::print("{:<13}{:<30}{:<24}{:>10}{:>10}{:>10}{:>9}{:>9}{:>8}{:>10}\n", "operation", "shape",
+  fmt::print("{:<13}{:<30}{:<30}{:>10}{:>10}{:>10}{:>9}{:>9}{:>8}{:>10}\n", "operation", "shape",
              "implementation", "median ms", "p20", "p80", "MB", "GFLOP", "copy %", "GFLOP/s");
 }
 
@@ -224,6 +225,14 @@ void print_host_row(const Bench& bench, const Workload& workload, const Measured
              t.median * 1e6, t.p20 * 1e6, t.p80 * 1e6, t.launches);
 }
 
+/// Type and layout of the states, where they are updated in place; "" elsewhere.
+std::string state_text(const Workload& workload) {
+  if (!workload.state_in_place) return "";
+  const Problem& problem = workload.problem;
+  return fmt::format("{} {}", name_of(problem[TensorId::kInitialState].dtype),
+                     problem.state_v_first ? "[V,K]" : "[K,V]");
+}
+
 void print_row(const Bench& bench, const Workload& workload, const Measured& measured) {
   const Problem& problem = workload.problem;
   const Sizes& s = problem.sizes;
@@ -234,11 +243,13 @@ void print_row(const Bench& bench, const Workload& workload, const Measured& mea
   if (bench.command.common.json) {
     print_json({{"operation", kda::name_of(problem.operation)},
                 {"shape", {s.B, s.T, s.H, s.HV, s.K, s.V}},
+                {"state", state_text(workload)},
                 {"impl", measured.implementation},
                 {"median_ms", t.median * 1e3},
                 {"p20_ms", t.p20 * 1e3},
                 {"p80_ms", t.p80 * 1e3},
                 {"repeats", t.repeats},
+                {"floor_ms", bytes / bench.copy_bandwidth * 1e3},
                 {"bytes", bytes},
                 {"flop", flop},
                 {"gb_per_s", bytes / t.median * 1e-9},
@@ -247,9 +258,10 @@ void print_row(const Bench& bench, const Workload& workload, const Measured& mea
                 {"workspace_bytes", measured.workspace_bytes}});
     return;
   }
-  fmt::print("{:<13}{:<30}{:<24}{:>10.3f}{:>10.3f}{:>10.3f}{:>9.1f}{:>9.2f}{:>7.1f}%{:>10.1f}\n",
-             kda::name_of(problem.operation), shape_text(problem), measured.implementation,
-             t.median * 1e3, t.p20 * 1e3, t.p80 * 1e3, bytes * 1e-6, flop * 1e-9, share * 100,
+  fmt::print("{:<13}{:<30}{:<30}{:>10.4f}{:>10.3f}{:>10.3f}{:>9.1f}{:>9.2f}{:>7.1f}%{:>10.1f}\n",
+             kda::name_of(problem.operation), shape_text(problem),
+             fmt::format("{} {}", measured.implementation, state_text(workload)), t.median * 1e3,
+             t.p20 * 1e3, t.p80 * 1e3, bytes * 1e-6, flop * 1e-9, share * 100,
              flop / t.median * 1e-9);
   std::fflush(stdout);
 }
@@ -289,6 +301,10 @@ int bench(const BenchCommand& command) {
     for (const Workload& workload : workloads_of(bench->suite, sizes, bench->options)) {
       progress.step(fmt::format("{} {}", kda::name_of(workload.problem.operation),
                                 shape_text(workload.problem)));
+      if (workload.state_in_place) {
+        tensors.erase(TensorId::kInitialState);  // before the next is made: it may be large
+        tensors[TensorId::kInitialState] = initial_state_of(workload.problem);
+      }
       Result<Measured> measured = measure(*bench, workload, tensors);
       if (measured.ok()) {
         (bench->suite == Suite::kHost ? print_host_row : print_row)(*bench, workload, *measured);

@@ -31,15 +31,14 @@ __device__ __forceinline__ double exp2_of(double x) { return exp2(x); }
 
 template <class Real>
 __device__ __forceinline__ Real sigmoid(Real x) {
-  if (x >= 0) return 1 / (1 + exp(-x));
-  const Real e = exp(x);
-  return e / (1 + e);
+  const Real e = exp(-fabs(x));  // no branch: the channels of a lane interleave
+  return (x >= 0 ? Real(1) : e) / (1 + e);
 }
 
 template <class Real>
 __device__ __forceinline__ Real softplus(Real z) {
-  if (z > 20) return z;
-  return fmax(z, Real(0)) + log1p(exp(-fabs(z)));
+  const Real y = fmax(z, Real(0)) + log1p(exp(-fabs(z)));
+  return z > 20 ? z : y;
 }
 
 /// What one value head and channel adds to the gate.
