@@ -5,6 +5,7 @@
 #include "cuda/generic/pipeline.h"
 #include "cuda/recurrent/recurrent_op.h"
 #if KDA_HAS_SM90
+#include "cuda/sm90/chunk_fwd/chunk_fwd_op.h"
 #include "cuda/sm90/state_scan/state_scan_op.h"
 #endif
 
@@ -30,6 +31,10 @@ constexpr Implementation generic(std::string_view name, Operation operation) {
 
 constexpr std::array kRows = {
 #if KDA_HAS_SM90
+    Implementation{"sm90_chunk_fwd", "sm90", Operation::kChunkForward, DeviceType::kCuda,
+                   "Hopper (sm_90): bf16 or fp16 with K of 64 or 128, V a multiple of 64, every "
+                   "gate, rows of 16 bytes; no saved scores",
+                   cuda::sm90::make_chunk_fwd},
     Implementation{"sm90_state_scan", "sm90", Operation::kStateScan, DeviceType::kCuda,
                    "Hopper (sm_90): bf16 or fp16 with K of 64 or 128, V a multiple of 64, "
                    "chunk_size 64, fp32 gamma and states, rows of 16 bytes; no dq_raw",

@@ -54,6 +54,15 @@ Tensor Pipeline::checkpoints() {
   return scratch_.tensor({problem_.chunk_rows(), sizes.HV, sizes.K, sizes.V});
 }
 
+Sequences Pipeline::sequences_in_chunks(int32_t C) {
+  if (C == problem_.chunk_size) return sequences_;
+  Problem other = problem_;
+  other.chunk_size = C;
+  const Sequences sequences = sequences_of(other, args_, scratch_);
+  if (!measuring_ && status_.ok()) status_ = launch_chunk_table(sequences, stream_);
+  return sequences;
+}
+
 void Pipeline::copy_out(TensorId id, const Tensor& source) {
   if (has(id)) copies_[static_cast<std::size_t>(id)] = source;
 }

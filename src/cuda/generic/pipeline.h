@@ -30,6 +30,10 @@ class Pipeline {
   Tensor scalars(int64_t heads);
   Tensor checkpoints();
   Tensor scratch(std::initializer_list<int64_t> shape) { return scratch_.tensor(shape); }
+  void* bytes(int64_t count, std::size_t size) { return scratch_.bytes(count, size); }
+
+  /// The sequences cut into chunks of C tokens; launches what fills their table.
+  Sequences sequences_in_chunks(int32_t C);
 
   /// Launches, unless measuring or after a failure.
   template <class Params>

@@ -21,8 +21,8 @@ __device__ __forceinline__ float reciprocal_of(float x) {
   return y;
 }
 
-/// log2(1 + e), 0 <= e <= 1. 1 + e drops the low bits of a small e, the series keeps them: a channel
-/// that forgets 1e-3 a token is a long memory.
+/// log2(1 + e), 0 <= e <= 1. 1 + e drops the low bits of a small e, the series keeps them: a
+/// channel that forgets 1e-3 a token is a long memory.
 __device__ __forceinline__ float log2_1p(float e) {
   const float series = e * kLog2E * (1 - e * (0.5f - e * (1.f / 3 - 0.25f * e)));
   return e < 0x1p-6f ? series : log2_of(1 + e);
@@ -66,8 +66,7 @@ __device__ __forceinline__ float fast_no_gate(float g) { return clamp_log2(g * k
 struct FastSoftplusGate {
   __device__ __forceinline__ float operator()(const FastGate& gate, float z) const {
     const float positive = z < 0 ? 0 : z;  // fmaxf would drop a NaN
-    return clamp_log2(-gate.slope *
-                      fmaf(positive, kLog2E, log2_1p(exp2_of(-fabsf(z) * kLog2E))));
+    return clamp_log2(-gate.slope * fmaf(positive, kLog2E, log2_1p(exp2_of(-fabsf(z) * kLog2E))));
   }
 };
 

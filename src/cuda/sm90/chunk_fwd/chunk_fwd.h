@@ -22,15 +22,15 @@ struct PrepParams {
   bool beta_sigmoid = false;
 };
 
-struct ScanParams {
+struct ForwardScanParams {
   const std::byte* records = nullptr;
   Tensor v, o, h;                     ///< h is optional
   Tensor initial_state, final_state;  ///< strides in the order (sequence, head, k, v); optional
   Sequences sequences;                ///< with C = 32
   const int64_t* h_rows = nullptr;    ///< packed: first row of h of each sequence
   Heads heads;
-  int32_t chunk_size = 64;            ///< the caller's: a row of h each
-  int32_t groups = 1;                 ///< consumer warpgroups
+  int32_t chunk_size = 64;  ///< the caller's: a row of h each
+  int32_t groups = 1;       ///< consumer warpgroups
   float scale = 1;
 };
 

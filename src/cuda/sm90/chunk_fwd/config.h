@@ -35,24 +35,24 @@ inline constexpr int kPrepBlocksPerSm = 6;
 
 /// A consumer warpgroup of `scan` holds 64 columns of V. Three warpgroups leave 168 registers a
 /// thread at launch; the loading one hands most of its registers over.
-inline constexpr int kScanColumns = 64;
-inline constexpr int kMostScanGroups = 2;
-inline constexpr int kScanStages = 4;
-constexpr int scan_threads(int groups) { return (groups + 1) * 128; }
+inline constexpr int kGroupColumns = 64;
+inline constexpr int kMostGroups = 2;
+inline constexpr int kForwardStages = 4;
+constexpr int forward_threads(int groups) { return (groups + 1) * 128; }
 inline constexpr int kLoaderRegisters = 72;
-inline constexpr int kConsumerRegisters = 216;
-static_assert(128 * (kLoaderRegisters + kMostScanGroups * kConsumerRegisters) <= 65536);
+inline constexpr int kStateRegisters = 216;
+static_assert(128 * (kLoaderRegisters + kMostGroups * kStateRegisters) <= 65536);
 
 /// Shared memory of a stage: a record, then 32 rows x 128 bytes of v for each warpgroup.
 template <int K>
 inline constexpr int kStageRecordBytes = (Record<K>::kBytes + 1023) / 1024 * 1024;
-inline constexpr int kTokenPanelBytes = kChunk * kScanColumns * 2;
+inline constexpr int kTokenPanelBytes = kChunk * kGroupColumns * 2;
 template <int K>
-constexpr int scan_shared_bytes(int groups, bool has_h) {
+constexpr int forward_shared_bytes(int groups, bool has_h) {
   const int stage = kStageRecordBytes<K> + groups * kTokenPanelBytes;
-  const int staging = groups * (kTokenPanelBytes + (has_h ? K * kScanColumns * 2 : 0));
-  return kScanStages * (stage + 16) + staging + 1024;
+  const int staging = groups * (kTokenPanelBytes + (has_h ? K * kGroupColumns * 2 : 0));
+  return kForwardStages * (stage + 16) + staging + 1024;
 }
-static_assert(scan_shared_bytes<128>(kMostScanGroups, true) <= 227 * 1024);
+static_assert(forward_shared_bytes<128>(kMostGroups, true) <= 227 * 1024);
 
 }  // namespace kda::cuda::sm90

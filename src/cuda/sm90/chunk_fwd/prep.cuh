@@ -16,8 +16,8 @@
 //
 // Every factor but one is 2^x with x <= 0. The exception are the columns of a diagonal block, which
 // refer to the first row of their 8 columns: 2^(G_first - G_j). A column where that exceeds
-// 2^kFarColumn is computed pair by pair instead (replace_column). Row i never depends on a later token,
-// not even through rounding: o of a prefix is bit for bit the same whatever follows.
+// 2^kFarColumn is computed pair by pair instead (replace_column). Row i never depends on a later
+// token, not even through rounding: o of a prefix is bit for bit the same whatever follows.
 //
 // Shared memory, K = 128: q, k 2 x 8704; G (later scores, L) 17408; totals 1024; norms, beta 384
 // = 36224 bytes.
@@ -133,8 +133,9 @@ __device__ __forceinline__ void sum_gates(float2 (&G)[TOKENS], const GateParams&
   const auto sum = [&](auto value) {
     const float x = bias_of(params, hv, column);
     const float y = bias_of(params, hv, column + 1);
-    sum_rows(G, rows,
-             [&](float2 z) -> float2 { return {value(gate, z.x + x), value(gate, z.y + y)}; });
+    sum_rows(G, rows, [&](float2 z) -> float2 {
+      return {value(gate, z.x + x), value(gate, z.y + y)};
+    });
   };
   if (params.kind == kGateSoftplus) {
     gate.far ? sum(FarSoftplusGate{}) : sum(FastSoftplusGate{});
@@ -279,8 +280,8 @@ __device__ __forceinline__ void replace_column(ScoreBlock& block, const PrepShar
 
 /// The 16 x 16 block at (first, first). Columns refer to row `first` (0..7) or `first` + 8.
 template <class Io, int K>
-__device__ __forceinline__ void diagonal_scores(ScoreBlock& block,
-                                                const PrepShared<Io, K>& shared, int first) {
+__device__ __forceinline__ void diagonal_scores(ScoreBlock& block, const PrepShared<Io, K>& shared,
+                                                int first) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int upper = first + lane / 4;
   const int lower = upper + 8;
@@ -435,7 +436,10 @@ __device__ __forceinline__ void write_solve(PrepShared<Io, K>& shared, std::byte
       });
   float x[2][4] = {};
   multiply_blocks(
-      x, [&](int step, int half) -> float2 { return {z[step][2 * half], z[step][2 * half + 1]}; },
+      x,
+      [&](int step, int half) -> float2 {
+        return {z[step][2 * half], z[step][2 * half + 1]};
+      },
       [&](int step, int n) -> float2 {
         return {L[8 * step + c][8 * n + g], L[8 * step + c + 1][8 * n + g]};
       });

@@ -5,8 +5,9 @@
 // a head share its records in L2.
 //
 // Warps: `groups` consumer warpgroups of 64 columns each, then one whose first warp loads. A
-// consumer keeps S^T [64 v x K k] in fp32 accumulators. Per chunk of 32 tokens, in the record's letters (config.h),
-// where ke = k 2^G, qe = q 2^G, kg = k 2^(G_end - G), T = (I + L)^-1 diag(beta), P = scores:
+// consumer keeps S^T [64 v x K k] in fp32 accumulators. Per chunk of 32 tokens, in the record's
+// letters (config.h), where ke = k 2^G, qe = q 2^G, kg = k 2^(G_end - G), T = (I + L)^-1
+// diag(beta), P = scores:
 //   h^T = S^T packed to 16 bits                    the A operand of both reads, and the checkpoint
 //   Z^T = h^T ke^T, O^T = h^T qe^T                 wgmma m64n32, A from registers
 //   r^T = v^T - Z^T, v_new^T = r^T T^T             (4.16)
@@ -49,7 +50,7 @@ inline constexpr int32_t kFloat32 = 3;  ///< value of kda::DType
 
 /// Where things lie in shared memory.
 template <int K>
-struct ScanMemory {
+struct ForwardMemory {
   unsigned char* base;
   int groups;
 
@@ -63,26 +64,26 @@ struct ScanMemory {
     return record(stage) + kStageRecordBytes<K> + group * kTokenPanelBytes;
   }
   __device__ __forceinline__ unsigned char* o(int group) const {
-    return base + kScanStages * stage_bytes() + group * kTokenPanelBytes;
+    return base + kForwardStages * stage_bytes() + group * kTokenPanelBytes;
   }
   __device__ __forceinline__ unsigned char* h(int group) const {
-    return o(groups) + group * (K * kScanColumns * 2);
+    return o(groups) + group * (K * kGroupColumns * 2);
   }
 };
 
 /// What a block works on.
-struct ScanWork {
+struct ForwardWork {
   int64_t sequence;
   int64_t hv;
   int64_t v0;
   TokenRange range;
 };
 
-__device__ __forceinline__ ScanWork scan_work(const ScanParams& p) {
-  const int64_t columns = int64_t{p.groups} * kScanColumns;
+__device__ __forceinline__ ForwardWork forward_work(const ForwardScanParams& p) {
+  const int64_t columns = int64_t{p.groups} * kGroupColumns;
   const int64_t tiles = p.heads.V / columns;
   const int64_t head = blockIdx.x / tiles;
-  ScanWork work;
+  ForwardWork work;
   work.v0 = blockIdx.x % tiles * columns;
   work.hv = head % p.heads.HV;
   work.sequence = head / p.heads.HV;
@@ -90,26 +91,26 @@ __device__ __forceinline__ ScanWork scan_work(const ScanParams& p) {
   return work;
 }
 
-__device__ __forceinline__ int rows_of(const ScanWork& work, int64_t chunk) {
+__device__ __forceinline__ int rows_of(const ForwardWork& work, int64_t chunk) {
   const int64_t rest = work.range.end - work.range.begin - chunk * kChunk;
   return static_cast<int>(rest < kChunk ? rest : kChunk);
 }
 
-struct ScanBarriers {
-  uint64_t full[kScanStages];
-  uint64_t empty[kScanStages];
+struct ForwardBarriers {
+  uint64_t full[kForwardStages];
+  uint64_t empty[kForwardStages];
 };
 
 /// The loading warp.
 template <class Io, int K>
-__device__ void load_chunks(const ScanParams& p, const ScanWork& work, const ScanMemory<K>& memory,
-                            ScanBarriers& barriers) {
-  constexpr int kUnits = kScanColumns / kUnitElements;
+__device__ void load_chunks(const ForwardScanParams& p, const ForwardWork& work,
+                            const ForwardMemory<K>& memory, ForwardBarriers& barriers) {
+  constexpr int kUnits = kGroupColumns / kUnitElements;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int unit = lane % kUnits;
   const Io* const v = static_cast<const Io*>(p.v.data) +
                       token_offset(p.v, work.range.batch, work.range.begin, work.hv) + work.v0;
-  RingPosition<kScanStages> at;
+  RingPosition<kForwardStages> at;
   for (int64_t c = 0; c < work.range.chunks; ++c, at.advance()) {
     wait_for(&barriers.empty[at.stage], at.parity ^ 1);
     uint64_t* const full = &barriers.full[at.stage];
@@ -117,9 +118,9 @@ __device__ void load_chunks(const ScanParams& p, const ScanWork& work, const Sca
       constexpr uint32_t kBytes = Record<K>::kBytes;
       ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, full,
                                      kBytes);
-      ptx::cp_async_bulk(
-          ptx::space_cluster, ptx::space_global, memory.record(at.stage),
-          p.records + ((work.range.first_chunk + c) * p.heads.HV + work.hv) * kBytes, kBytes, full);
+      ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, memory.record(at.stage),
+                         p.records + ((work.range.first_chunk + c) * p.heads.HV + work.hv) * kBytes,
+                         kBytes, full);
     }
     const int rows = rows_of(work, c);
     for (int group = 0; group < p.groups; ++group) {
@@ -129,7 +130,7 @@ __device__ void load_chunks(const ScanParams& p, const ScanWork& work, const Sca
         // Rows behind the last may be another sequence's, or no memory at all.
         const bool valid = row < rows;
         const Io* const from = v + (valid ? c * kChunk + row : 0) * p.v.stride[1] +
-                               group * kScanColumns + unit * kUnitElements;
+                               group * kGroupColumns + unit * kUnitElements;
         copy_async_16_or_zero(to + unit_offset(row, unit), from, valid);
       }
     }
@@ -139,20 +140,21 @@ __device__ void load_chunks(const ScanParams& p, const ScanWork& work, const Sca
 
 /// A consumer warpgroup.
 template <class Io, int K>
-struct ScanConsumer {
+struct ForwardConsumer {
   static constexpr int kState = K / 2;  ///< accumulator registers of S^T
 
-  const ScanParams& p;
-  const ScanWork& work;
-  const ScanMemory<K>& memory;
-  ScanBarriers& barriers;
+  const ForwardScanParams& p;
+  const ForwardWork& work;
+  const ForwardMemory<K>& memory;
+  ForwardBarriers& barriers;
   int group;
   int thread;  ///< of the warpgroup
   FragmentLane at;
   TransposedLane lines;
 
-  __device__ ScanConsumer(const ScanParams& params, const ScanWork& range,
-                          const ScanMemory<K>& shared, ScanBarriers& sync, int warp, int lane)
+  __device__ ForwardConsumer(const ForwardScanParams& params, const ForwardWork& range,
+                             const ForwardMemory<K>& shared, ForwardBarriers& sync, int warp,
+                             int lane)
       : p(params),
         work(range),
         memory(shared),
@@ -168,7 +170,7 @@ struct ScanConsumer {
   template <class F>
   __device__ __forceinline__ void each_element(const Tensor& t, F f) const {
     const int64_t base = work.sequence * t.stride[0] + work.hv * t.stride[1] +
-                         (work.v0 + group * kScanColumns + at.row) * t.stride[3] +
+                         (work.v0 + group * kGroupColumns + at.row) * t.stride[3] +
                          at.column * t.stride[2];
 #pragma unroll
     for (int i = 0; i < kState; ++i) {
@@ -225,12 +227,12 @@ struct ScanConsumer {
       stmatrix_transposed(to + lines.offset(step), h + 4 * step);
     }
     sync();
-    const int64_t first =
-        p.h_rows ? p.h_rows[work.sequence]
-                 : work.sequence * ((p.sequences.T + p.chunk_size - 1) / p.chunk_size);
+    const int64_t first = p.h_rows
+                              ? p.h_rows[work.sequence]
+                              : work.sequence * ((p.sequences.T + p.chunk_size - 1) / p.chunk_size);
     copy_rows(staging,
               static_cast<Io*>(p.h.data) + (first + chunk / per_row) * p.h.stride[0] +
-                  work.hv * p.h.stride[1] + work.v0 + group * kScanColumns,
+                  work.hv * p.h.stride[1] + work.v0 + group * kGroupColumns,
               p.h.stride[2], K);
     sync();
   }
@@ -248,7 +250,7 @@ struct ScanConsumer {
     copy_rows(staging,
               static_cast<Io*>(p.o.data) +
                   token_offset(p.o, work.range.batch, work.range.begin + chunk * kChunk, work.hv) +
-                  work.v0 + group * kScanColumns,
+                  work.v0 + group * kGroupColumns,
               p.o.stride[1], rows_of(work, chunk));
   }
 
@@ -268,7 +270,7 @@ struct ScanConsumer {
   }
 
   __device__ __forceinline__ void chunk(float (&state)[kState], int64_t c,
-                                        const RingPosition<kScanStages>& position) const {
+                                        const RingPosition<kForwardStages>& position) const {
     const unsigned char* const record = memory.record(position.stage);
     const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(record));
     const PanelTile<2 * kChunk> ke{address + Record<K>::kRead};
@@ -333,34 +335,35 @@ struct ScanConsumer {
   __device__ void run() const {
     float state[kState];
     load_state(state);
-    RingPosition<kScanStages> position;
+    RingPosition<kForwardStages> position;
     for (int64_t c = 0; c < work.range.chunks; ++c, position.advance()) chunk(state, c, position);
     store_state(state);
   }
 };
 
 template <class Io, int K>
-__global__ void __launch_bounds__(scan_threads(kMostScanGroups), 1)
-    sm90_chunk_fwd_scan(const __grid_constant__ ScanParams p) {
+__global__ void __launch_bounds__(forward_threads(kMostGroups), 1)
+    sm90_chunk_fwd_scan(const __grid_constant__ ForwardScanParams p) {
   extern __shared__ __align__(1024) unsigned char dynamic[];
-  __shared__ ScanBarriers barriers;
+  __shared__ ForwardBarriers barriers;
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
-  const ScanMemory<K> memory{dynamic, p.groups};
+  const ForwardMemory<K> memory{dynamic, p.groups};
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kScanStages; ++i) {
+    for (int i = 0; i < kForwardStages; ++i) {
       ptx::mbarrier_init(&barriers.full[i], 33);
       ptx::mbarrier_init(&barriers.empty[i], static_cast<uint32_t>(4 * p.groups));
     }
     ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
   }
   __syncthreads();
-  const ScanWork work = scan_work(p);
+  const ForwardWork work = forward_work(p);
   if (warp >= 4 * p.groups) {
     release_registers<kLoaderRegisters>();
     if (warp == 4 * p.groups) load_chunks<Io, K>(p, work, memory, barriers);
   } else {
-    claim_registers<kConsumerRegisters>();
-    ScanConsumer<Io, K>(p, work, memory, barriers, warp, static_cast<int>(threadIdx.x) % 32).run();
+    claim_registers<kStateRegisters>();
+    ForwardConsumer<Io, K>(p, work, memory, barriers, warp, static_cast<int>(threadIdx.x) % 32)
+        .run();
   }
 }
 
