@@ -56,9 +56,14 @@ __device__ __forceinline__ float bias_of(const GateParams& params, int64_t hv, i
   return bias.data ? load<float>(bias, hv * bias.stride[0] + column * bias.stride[1]) : 0;
 }
 
-__device__ __forceinline__ float clamp_log2(float decay) {
-  return decay < kLogFloor2 ? kLogFloor2 : decay;
+/// The larger one, NaN if either is.
+__device__ __forceinline__ float max_or_nan(float x, float y) {
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
 }
+
+__device__ __forceinline__ float clamp_log2(float decay) { return max_or_nan(decay, kLogFloor2); }
 
 /// The log2 decay of a token, clamped: of g itself, (3.4) and (3.8). z: raw input plus bias.
 __device__ __forceinline__ float fast_no_gate(float g) { return clamp_log2(g * kLog2E); }

@@ -86,6 +86,7 @@ void chunk_fwd(Pipeline& run) {
   scan.final_state = run.state(kFinalState);
   scan.sequences = prep.sequences;
   scan.h_rows = run.sequences().offsets;
+  scan.h_row_count = run.sequences().chunk_rows;
   scan.heads = prep.heads;
   scan.chunk_size = problem.chunk_size;
   scan.scale = static_cast<float>(run.scale());

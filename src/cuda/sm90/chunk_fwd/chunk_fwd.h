@@ -28,6 +28,7 @@ struct ForwardScanParams {
   Tensor initial_state, final_state;  ///< strides in the order (sequence, head, k, v); optional
   Sequences sequences;                ///< with C = 32
   const int64_t* h_rows = nullptr;    ///< packed: first row of h of each sequence
+  int64_t h_row_count = 0;
   Heads heads;
   int32_t chunk_size = 64;  ///< the caller's: a row of h each
   int32_t groups = 1;       ///< consumer warpgroups

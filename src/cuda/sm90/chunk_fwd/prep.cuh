@@ -36,6 +36,19 @@ namespace kda::cuda::sm90 {
 inline constexpr float kFarColumn = 100;
 inline constexpr int kScoreStride = kChunk + 4;
 
+inline constexpr int32_t kBFloat16 = 1;  ///< values of kda::DType
+inline constexpr int32_t kFloat16 = 2;
+
+/// chunk_of for a grid's worth of chunks, without 64-bit division.
+__device__ __forceinline__ Chunk small_chunk_of(const Sequences& s, uint32_t row) {
+  if (s.cu.data) return chunk_of(s, row);
+  const auto per_row = static_cast<uint32_t>(s.chunks_per_row);
+  const uint32_t batch = row / per_row;
+  const int64_t begin = int64_t{row - batch * per_row} * kChunk;
+  const int64_t rest = s.T - begin;
+  return {batch, begin, static_cast<int32_t>(rest < kChunk ? rest : kChunk)};
+}
+
 template <class Io, int K>
 struct PrepTraits {
   static constexpr int kPairs = K / 2;
@@ -91,22 +104,36 @@ __device__ __forceinline__ void load_rows(Io (&shared)[kChunk][Stride], const Te
   }
 }
 
+/// Two neighbouring elements, aligned together.
+__device__ __forceinline__ float2 load_pair(const __nv_bfloat16* p) {
+  return unpack<__nv_bfloat16>(*reinterpret_cast<const uint32_t*>(p));
+}
+__device__ __forceinline__ float2 load_pair(const __half* p) {
+  return unpack<__half>(*reinterpret_cast<const uint32_t*>(p));
+}
+__device__ __forceinline__ float2 load_pair(const float* p) {
+  return *reinterpret_cast<const float2*>(p);
+}
+
 /// Column pairs of g for this thread's tokens, as they are in memory; 0 beyond the last row.
 template <int TOKENS>
 __device__ __forceinline__ void load_gates(float2 (&z)[TOKENS], const Tensor& g, const Chunk& chunk,
                                            int64_t hv, int first, int column) {
-  with_element(g.dtype, [&]<class T>(Element<T>) {
-    const T* data =
-        static_cast<const T*>(g.data) + token_offset(g, chunk.batch, chunk.begin, hv) + column;
+  const auto load_as = [&]<class T>(const T* data) {
+    data += token_offset(g, chunk.batch, chunk.begin + first, hv) + column;
 #pragma unroll
     for (int t = 0; t < TOKENS; ++t) {
-      z[t] = {0, 0};
-      if (first + t < chunk.rows) {
-        const T* p = data + (first + t) * g.stride[1];
-        z[t] = {to_real<float>(p[0]), to_real<float>(p[1])};
-      }
+      z[t] = first + t < chunk.rows ? load_pair(data) : float2{0, 0};
+      data += g.stride[1];
     }
-  });
+  };
+  if (g.dtype == kBFloat16) {
+    load_as(static_cast<const __nv_bfloat16*>(g.data));
+  } else if (g.dtype == kFloat16) {
+    load_as(static_cast<const __half*>(g.data));
+  } else {
+    load_as(static_cast<const float*>(g.data));
+  }
 }
 
 /// x[t] = sum of decay(x[0..t]) over the rows that exist.
@@ -186,7 +213,7 @@ __device__ __forceinline__ void load_beta(float* beta, const PrepParams& p, cons
 template <class Io, int K>
 __device__ __forceinline__ void write_tiles(PrepShared<Io, K>& shared, std::byte* record,
                                             const float2 (&G)[PrepTraits<Io, K>::kTokens],
-                                            float2 end, int first, int column, int rows) {
+                                            float2 end, int first, int column) {
   using R = Record<K>;
   const int panel = column / 64;
   const int piece = column % 64 / 8;
@@ -203,14 +230,24 @@ __device__ __forceinline__ void write_tiles(PrepShared<Io, K>& shared, std::byte
     k = {k.x * rk, k.y * rk};
     const float2 E{exp2_of(G[t].x), exp2_of(G[t].y)};
     const float2 D{exp2_of(end.x - G[t].x), exp2_of(end.y - G[t].y)};
-    const bool valid = row < rows;
     const int swizzled = row * 128 + ((piece ^ row % 8) << 4) + within;
     std::byte* const read = record + R::kRead + panel * 8192 + swizzled;
     std::byte* const update = record + R::kUpdate + panel * 4096 + swizzled;
-    *reinterpret_cast<uint32_t*>(read) = valid ? pack<Io>(k.x * E.x, k.y * E.y) : 0;
-    *reinterpret_cast<uint32_t*>(read + 4096) = valid ? pack<Io>(q.x * E.x, q.y * E.y) : 0;
-    *reinterpret_cast<uint32_t*>(update) = valid ? pack<Io>(k.x * D.x, k.y * D.y) : 0;
+    *reinterpret_cast<uint32_t*>(read) = pack<Io>(k.x * E.x, k.y * E.y);
+    *reinterpret_cast<uint32_t*>(read + 4096) = pack<Io>(q.x * E.x, q.y * E.y);
+    *reinterpret_cast<uint32_t*>(update) = pack<Io>(k.x * D.x, k.y * D.y);
   }
+}
+
+/// Whether 8 rows of a column decay beyond kFarColumn: decays only add up.
+template <int TOKENS>
+__device__ __forceinline__ bool has_far_gate(const float2 (&G)[TOKENS]) {
+  bool far = false;
+#pragma unroll
+  for (int t = 0; t < TOKENS; t += 8) {
+    far = far || G[t].x - G[t + 7].x > kFarColumn || G[t].y - G[t + 7].y > kFarColumn;
+  }
+  return far;
 }
 
 /// Operands of one m16n8k8 step: rows g and g + 8, two columns of K each.
@@ -228,10 +265,19 @@ __device__ __forceinline__ float2 exp2_pair(float2 x) { return {exp2_of(x.x), ex
 __device__ __forceinline__ float2 operator-(float2 x, float2 y) { return {x.x - y.x, x.y - y.y}; }
 __device__ __forceinline__ float2 operator*(float2 x, float2 y) { return {x.x * y.x, x.y * y.y}; }
 
+/// The tf32 operand. The tensor core drops the bits below; for bf16 results the bias of 2^-11 is
+/// below what they resolve, fp16 needs the rounding.
+template <class Io>
+__device__ __forceinline__ uint32_t operand(float x) {
+  return sizeof(Io) == 2 && __is_same(Io, __nv_bfloat16) ? __float_as_uint(x) : tf32_of(x);
+}
+
 /// d += rows (upper, lower) times columns `b`.
+template <class Io>
 __device__ __forceinline__ void add_step(float (&d)[4], float2 upper, float2 lower, float2 b) {
-  const uint32_t a[4] = {tf32_of(upper.x), tf32_of(lower.x), tf32_of(upper.y), tf32_of(lower.y)};
-  const uint32_t column[2] = {tf32_of(b.x), tf32_of(b.y)};
+  const uint32_t a[4] = {operand<Io>(upper.x), operand<Io>(lower.x), operand<Io>(upper.y),
+                         operand<Io>(lower.y)};
+  const uint32_t column[2] = {operand<Io>(b.x), operand<Io>(b.y)};
   mma_tf32(d, a, column);
 }
 
@@ -278,15 +324,28 @@ __device__ __forceinline__ void replace_column(ScoreBlock& block, const PrepShar
   }
 }
 
+/// Columns of the diagonal block at `first` (bit j: column j) that are beyond kFarColumn.
+template <class Io, int K>
+__device__ __forceinline__ uint32_t far_columns(const PrepShared<Io, K>& shared, int first) {
+  uint32_t far = 0;
+  for (int column = 1; column < 16; ++column) {
+    bool here = false;
+    for (int c = static_cast<int>(threadIdx.x) % 32; c < K; c += 32) {
+      const float reference = shared.G[first + column / 8 * 8][c];
+      here = here || reference - shared.G[first + column][c] > kFarColumn;
+    }
+    far |= __any_sync(~0u, here) ? 1u << column : 0u;
+  }
+  return far;
+}
+
 /// The 16 x 16 block at (first, first). Columns refer to row `first` (0..7) or `first` + 8.
 template <class Io, int K>
 __device__ __forceinline__ void diagonal_scores(ScoreBlock& block, const PrepShared<Io, K>& shared,
-                                                int first) {
+                                                int first, bool has_far) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int upper = first + lane / 4;
   const int lower = upper + 8;
-  float far_upper = 0;
-  float far_lower = 0;
 #pragma unroll 4
   for (int step = 0; step < K / 8; ++step) {
     const int c = 8 * step + 2 * (lane % 4);
@@ -295,31 +354,22 @@ __device__ __forceinline__ void diagonal_scores(ScoreBlock& block, const PrepSha
     const RowPair k = rows_at(shared.k[upper], shared.k[lower], c);
     const float2 ref0 = pair_at(shared.G[first], c);
     const float2 ref1 = pair_at(shared.G[first + 8], c);
-    const float2 up = ref0 - G.upper;
-    const float2 low = ref1 - G.lower;
-    far_upper = fmaxf(far_upper, fmaxf(up.x, up.y));
-    far_lower = fmaxf(far_lower, fmaxf(low.x, low.y));
-    const float2 E_upper = exp2_pair(G.upper - ref0);
+    const float2 up = G.upper - ref0;
+    const float2 low = G.lower - ref1;
+    const float2 E_upper = exp2_pair(up);
     const float2 E_lower = exp2_pair(G.lower - ref0);
-    const float2 E_own = exp2_pair(G.lower - ref1);
-    const float2 b0 = k.upper * exp2_pair(up);
-    const float2 b1 = k.lower * exp2_pair(low);
-    add_step(block.x[0][0], q.upper * E_upper, q.lower * E_lower, b0);
-    add_step(block.x[1][0], k.upper * E_upper, k.lower * E_lower, b0);
-    add_step(block.x[0][1], {0, 0}, q.lower * E_own, b1);
-    add_step(block.x[1][1], {0, 0}, k.lower * E_own, b1);
+    const float2 E_own = exp2_pair(low);
+    const float2 b0 = k.upper * exp2_pair({-up.x, -up.y});
+    const float2 b1 = k.lower * exp2_pair({-low.x, -low.y});
+    add_step<Io>(block.x[0][0], q.upper * E_upper, q.lower * E_lower, b0);
+    add_step<Io>(block.x[1][0], k.upper * E_upper, k.lower * E_lower, b0);
+    add_step<Io>(block.x[0][1], {0, 0}, q.lower * E_own, b1);
+    add_step<Io>(block.x[1][1], {0, 0}, k.lower * E_own, b1);
   }
-  for (int step = 1; step < 4; step *= 2) {
-    far_upper = fmaxf(far_upper, __shfl_xor_sync(~0u, far_upper, step));
-    far_lower = fmaxf(far_lower, __shfl_xor_sync(~0u, far_lower, step));
-  }
-  const unsigned far0 = __ballot_sync(~0u, far_upper > kFarColumn);
-  const unsigned far1 = __ballot_sync(~0u, far_lower > kFarColumn);
-  if ((far0 | far1) == 0) return;
-  for (int column = 0; column < 16; ++column) {
-    if (((column < 8 ? far0 : far1) >> (column % 8 * 4)) & 1) {
-      replace_column(block, shared, first, column);
-    }
+  if (!has_far) return;
+  const uint32_t far = far_columns(shared, first);
+  for (int column = 1; column < 16; ++column) {
+    if ((far >> column & 1) != 0) replace_column(block, shared, first, column);
   }
 }
 
@@ -339,8 +389,8 @@ __device__ __forceinline__ void cross_scores(float (&x)[2][4], const PrepShared<
     const RowPair column = rows_at(shared.k[upper], shared.k[upper + 8], c);
     const float2 a0 = row.upper * exp2_pair(row_G.upper - ref);
     const float2 a1 = row.lower * exp2_pair(row_G.lower - ref);
-    add_step(x[0], a0, a1, column.upper * exp2_pair(ref - column_G.upper));
-    add_step(x[1], a0, a1, column.lower * exp2_pair(ref - column_G.lower));
+    add_step<Io>(x[0], a0, a1, column.upper * exp2_pair(ref - column_G.upper));
+    add_step<Io>(x[1], a0, a1, column.lower * exp2_pair(ref - column_G.lower));
   }
 }
 
@@ -364,11 +414,11 @@ __device__ __forceinline__ void put_scores(PrepShared<Io, K>& shared, const floa
 
 /// Phases 4 and the writes that follow it.
 template <class Io, int K>
-__device__ __forceinline__ void compute_scores(PrepShared<Io, K>& shared) {
+__device__ __forceinline__ void compute_scores(PrepShared<Io, K>& shared, bool has_far) {
   const int warp = static_cast<int>(threadIdx.x) / 32;
   ScoreBlock block;
   if (warp < 2) {
-    diagonal_scores(block, shared, 16 * warp);
+    diagonal_scores(block, shared, 16 * warp, has_far);
   } else if (warp == 2) {
     cross_scores(block.x[0], shared, shared.q);
   } else {
@@ -407,7 +457,7 @@ __device__ __forceinline__ void invert_blocks(float (&L)[kChunk][kScoreStride]) 
 }
 
 /// d = a b for 16 x 16 blocks; A(i, c): the column pair c of row i, B(c, j): rows c, c + 1.
-template <class A, class B>
+template <class Io, class A, class B>
 __device__ __forceinline__ void multiply_blocks(float (&d)[2][4], A a, B b) {
 #pragma unroll
   for (int step = 0; step < 2; ++step) {
@@ -415,7 +465,7 @@ __device__ __forceinline__ void multiply_blocks(float (&d)[2][4], A a, B b) {
     for (int n = 0; n < 2; ++n) {
       const float2 upper = a(step, 0);
       const float2 lower = a(step, 1);
-      add_step(d[n], upper, lower, b(step, n));
+      add_step<Io>(d[n], upper, lower, b(step, n));
     }
   }
 }
@@ -429,13 +479,13 @@ __device__ __forceinline__ void write_solve(PrepShared<Io, K>& shared, std::byte
   const int g = lane / 4;
   const int c = 2 * (lane % 4);
   float z[2][4] = {};
-  multiply_blocks(
+  multiply_blocks<Io>(
       z, [&](int step, int half) { return pair_at(L[16 + 8 * half + g], 16 + 8 * step + c); },
       [&](int step, int n) -> float2 {
         return {L[16 + 8 * step + c][8 * n + g], L[17 + 8 * step + c][8 * n + g]};
       });
   float x[2][4] = {};
-  multiply_blocks(
+  multiply_blocks<Io>(
       x,
       [&](int step, int half) -> float2 {
         return {z[step][2 * half], z[step][2 * half + 1]};
@@ -482,12 +532,14 @@ __global__ void __launch_bounds__(kPrepThreads, kPrepBlocksPerSm)
   const int column = tid % Traits::kPairs * 2;
   const int segment = tid / Traits::kPairs;
   const int first = segment * Traits::kTokens;
-  const int64_t hv = blockIdx.x % p.heads.HV;
-  const Chunk chunk = chunk_of(p.sequences, blockIdx.x / p.heads.HV);
+  const auto HV = static_cast<uint32_t>(p.heads.HV);
+  const uint32_t hv = blockIdx.x % HV;
+  const uint32_t head = hv / static_cast<uint32_t>(p.heads.group);
+  const Chunk chunk = small_chunk_of(p.sequences, blockIdx.x / HV);
   if (chunk.rows == 0) return;
   std::byte* const record = p.records + int64_t{blockIdx.x} * Record<K>::kBytes;
-  load_rows<Io, K>(shared.q, p.q, chunk, hv / p.heads.group);
-  load_rows<Io, K>(shared.k, p.k, chunk, hv / p.heads.group);
+  load_rows<Io, K>(shared.q, p.q, chunk, head);
+  load_rows<Io, K>(shared.k, p.k, chunk, head);
   commit_copies();
   float2 G[Traits::kTokens];
   load_gates(G, p.gate.g, chunk, hv, first, column);
@@ -508,12 +560,11 @@ __global__ void __launch_bounds__(kPrepThreads, kPrepBlocksPerSm)
 #pragma unroll
   for (int t = 0; t < Traits::kTokens; ++t) G[t] = {G[t].x + before.x, G[t].y + before.y};
   __syncthreads();
-  write_tiles(shared, record, G, end, first, column, chunk.rows);
+  write_tiles(shared, record, G, end, first, column);
   if (segment == 0) {
     *reinterpret_cast<float2*>(record + Record<K>::kDecay + column * 4) = exp2_pair(end);
   }
-  __syncthreads();
-  compute_scores(shared);
+  compute_scores(shared, __syncthreads_or(has_far_gate(G)) != 0);
   if (tid < 32) {
     write_solve(shared, record);
   } else {

@@ -220,6 +220,11 @@ struct ForwardConsumer {
   __device__ __forceinline__ void store_h(const uint32_t (&h)[kState / 2], int64_t chunk) const {
     const int per_row = p.chunk_size / kChunk;
     if (p.h.data == nullptr || chunk % per_row != 0) return;
+    const int64_t first = p.h_rows
+                              ? p.h_rows[work.sequence]
+                              : work.sequence * ((p.sequences.T + p.chunk_size - 1) / p.chunk_size);
+    const int64_t row = first + chunk / per_row;
+    if (row >= p.h_row_count) return;  // wrong cu_seqlens
     unsigned char* const staging = memory.h(group);
     const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(staging));
 #pragma unroll
@@ -227,12 +232,9 @@ struct ForwardConsumer {
       stmatrix_transposed(to + lines.offset(step), h + 4 * step);
     }
     sync();
-    const int64_t first = p.h_rows
-                              ? p.h_rows[work.sequence]
-                              : work.sequence * ((p.sequences.T + p.chunk_size - 1) / p.chunk_size);
     copy_rows(staging,
-              static_cast<Io*>(p.h.data) + (first + chunk / per_row) * p.h.stride[0] +
-                  work.hv * p.h.stride[1] + work.v0 + group * kGroupColumns,
+              static_cast<Io*>(p.h.data) + row * p.h.stride[0] + work.hv * p.h.stride[1] +
+                  work.v0 + group * kGroupColumns,
               p.h.stride[2], K);
     sync();
   }
