@@ -1,7 +1,9 @@
 // A sequence of launches that is written once and used twice: to measure the workspace and to run.
 #pragma once
 
+#include <initializer_list>
 #include <memory>
+#include <string_view>
 
 #include "cuda/executor.h"
 #include "cuda/generic/stages.h"
@@ -34,6 +36,9 @@ class Pipeline {
 
   /// The sequences cut into chunks of C tokens; launches what fills their table.
   Sequences sequences_in_chunks(int32_t C);
+
+  /// kInvalidArgument unless the addresses of these tensors are multiples of 16, as `name` needs.
+  void require_aligned(std::string_view name, std::initializer_list<TensorId> ids);
 
   /// Launches, unless measuring or after a failure.
   template <class Params>

@@ -47,7 +47,9 @@ __device__ __forceinline__ FastGate fast_gate_of(const GateParams& params, int64
     return {far, slope, far ? A_log * kLog2E : slope};
   }
   const bool far = params.lower_bound < -1e30;
-  const float scale = static_cast<float>(far ? log2(-params.lower_bound) : -params.lower_bound);
+  // The bound may be beyond fp32.
+  const float scale = far ? log2_of(static_cast<float>(-params.lower_bound * 0x1p-64)) + 64
+                          : static_cast<float>(-params.lower_bound);
   return {far, fminf(slope * kLog2E, kLargest), scale};
 }
 

@@ -28,8 +28,10 @@ ChunkForwardKernels kernels_of(const PrepParams& p) {
 }
 
 Status launch_prep(const PrepParams& p, bool, cudaStream_t stream) {
-  return launch({"sm90_chunk_fwd_prep", p.sequences.chunk_rows * p.heads.HV, kPrepThreads},
-                kernels_of(p).prep, p, stream);
+  const ChunkForwardKernels kernels = kernels_of(p);
+  return launch({"sm90_chunk_fwd_prep", p.sequences.chunk_rows * p.heads.HV, kPrepThreads,
+                 kernels.prep_shared_bytes},
+                kernels.prep, p, stream);
 }
 
 /// Blocks of 64 columns while those of 128 would leave half of the GPU idle.
@@ -62,6 +64,7 @@ Status launch_scan(const ScanLaunch& scan, bool, cudaStream_t stream) {
 
 void chunk_fwd(Pipeline& run) {
   const Problem& problem = run.problem();
+  run.require_aligned("sm90_chunk_fwd", {kQ, kK, kV, kG, kO, kH});
   PrepParams prep;
   prep.q = run[kQ];
   prep.k = run[kK];
@@ -129,7 +132,13 @@ std::string obstacle_of(const Problem& problem) {
       }
     }
   }
-  if (problem[kG].stride[3] != 1) return "channels apart (g)";
+  const TensorLayout& g = problem[kG];
+  const auto g_bytes = static_cast<int64_t>(size_of(g.dtype));
+  for (std::size_t i = 0; i < 4; ++i) {  // channels are read in pairs
+    if (i == 3 ? g.stride[i] != 1 : g.shape[i] > 1 && g.stride[i] * g_bytes % kRowBytes != 0) {
+      return fmt::format("rows apart from {} bytes (g)", kRowBytes);
+    }
+  }
   const int64_t rows = s.B * (s.T / kChunk + 1) + problem.sequences();
   if (rows > kMostBlocks / s.HV) return "more chunks than one grid holds";
   return "";

@@ -50,7 +50,7 @@ inline constexpr int kTokenPanelBytes = kChunk * kGroupColumns * 2;
 template <int K>
 constexpr int forward_shared_bytes(int groups, bool has_h) {
   const int stage = kStageRecordBytes<K> + groups * kTokenPanelBytes;
-  const int staging = groups * (kTokenPanelBytes + (has_h ? K * kGroupColumns * 2 : 0));
+  const int staging = groups * (2 * kTokenPanelBytes + (has_h ? K * kGroupColumns * 2 : 0));
   return kForwardStages * (stage + 16) + staging + 1024;
 }
 static_assert(forward_shared_bytes<128>(kMostGroups, true) <= 227 * 1024);

@@ -11,14 +11,14 @@
 //   h^T = S^T packed to 16 bits                    the A operand of both reads, and the checkpoint
 //   Z^T = h^T ke^T, O^T = h^T qe^T                 wgmma m64n32, A from registers
 //   r^T = v^T - Z^T, v_new^T = r^T T^T             (4.16)
-//   O^T += v_new^T P^T, o = scale O                (4.17), stored while the update runs
+//   O^T += v_new^T P^T, o = scale O                (4.17), stored under the next chunk's reads
 //   S^T = 2^G_end . S^T + v_new^T kg               (4.15)
 // Every A operand comes from accumulators of the step before: nothing of the recurrence passes
 // through shared memory.
 //
 // Shared memory, bytes, K = 128, two warpgroups:
 //   4 stages of: record 29696, v 2 x 4096          151552
-//   staging of o 2 x 4096                            8192
+//   staging of o 2 x 2 x 4096                       16384
 //   staging of h 2 x 16384 (where h is wanted)      32768
 //   barriers                                           64
 //
@@ -63,8 +63,9 @@ struct ForwardMemory {
   __device__ __forceinline__ unsigned char* v(int stage, int group) const {
     return record(stage) + kStageRecordBytes<K> + group * kTokenPanelBytes;
   }
+  /// Two buffers, so that one barrier a chunk orders writing and reading.
   __device__ __forceinline__ unsigned char* o(int group) const {
-    return base + kForwardStages * stage_bytes() + group * kTokenPanelBytes;
+    return base + kForwardStages * stage_bytes() + group * 2 * kTokenPanelBytes;
   }
   __device__ __forceinline__ unsigned char* h(int group) const {
     return o(groups) + group * (K * kGroupColumns * 2);
@@ -233,27 +234,31 @@ struct ForwardConsumer {
     }
     sync();
     copy_rows(staging,
-              static_cast<Io*>(p.h.data) + row * p.h.stride[0] + work.hv * p.h.stride[1] +
-                  work.v0 + group * kGroupColumns,
+              static_cast<Io*>(p.h.data) + row * p.h.stride[0] + work.hv * p.h.stride[1] + work.v0 +
+                  group * kGroupColumns,
               p.h.stride[2], K);
     sync();
   }
 
-  __device__ __forceinline__ void store_o(const float (&o)[16], int64_t chunk) const {
-    uint32_t packed[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) packed[i] = pack<Io>(p.scale * o[2 * i], p.scale * o[2 * i + 1]);
-    unsigned char* const staging = memory.o(group);
-    const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(staging));
-    sync();  // the rows of the chunk before have been read
-    stmatrix_transposed(to + lines.offset(0), packed);
-    stmatrix_transposed(to + lines.offset(1), packed + 4);
+  /// Rows of o of the chunk before, from registers through `staging` to memory.
+  __device__ __forceinline__ void store_o(const uint32_t (&o)[8], int64_t chunk, Io*& to) const {
+    if (chunk < 0) return;
+    unsigned char* const staging = memory.o(group) + chunk % 2 * kTokenPanelBytes;
+    const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(staging));
+    stmatrix_transposed(address + lines.offset(0), o);
+    stmatrix_transposed(address + lines.offset(1), o + 4);
     sync();
-    copy_rows(staging,
-              static_cast<Io*>(p.o.data) +
-                  token_offset(p.o, work.range.batch, work.range.begin + chunk * kChunk, work.hv) +
-                  work.v0 + group * kGroupColumns,
-              p.o.stride[1], rows_of(work, chunk));
+    const int rows = chunk + 1 < work.range.chunks ? kChunk : rows_of(work, chunk);
+    constexpr int kRowsAtOnce = 128 / 8;
+#pragma unroll
+    for (int i = 0; i < kChunk / kRowsAtOnce; ++i) {
+      const int row = thread / 8 + i * kRowsAtOnce;
+      if (row < rows) {
+        *reinterpret_cast<uint4*>(to) =
+            *reinterpret_cast<const uint4*>(staging + unit_offset(row, thread % 8));
+      }
+      to += kRowsAtOnce * p.o.stride[1];
+    }
   }
 
   __device__ __forceinline__ void decay(float (&state)[kState], const unsigned char* record) const {
@@ -271,7 +276,9 @@ struct ForwardConsumer {
     for (int i = 0; i < kState; ++i) asm volatile("" : "+f"(state[i]));
   }
 
-  __device__ __forceinline__ void chunk(float (&state)[kState], int64_t c,
+  /// o: that of chunk c - 1, which leaves under the first products, then that of chunk c.
+  __device__ __forceinline__ void chunk(float (&state)[kState], uint32_t (&o)[8], Io*& to,
+                                        int64_t c,
                                         const RingPosition<kForwardStages>& position) const {
     const unsigned char* const record = memory.record(position.stage);
     const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(record));
@@ -299,6 +306,7 @@ struct ForwardConsumer {
     }
     wgmma_commit();
 
+    store_o(o, c - 1, to);
     uint32_t r[8];
     const auto v = static_cast<uint32_t>(__cvta_generic_to_shared(memory.v(position.stage, group)));
     ldmatrix_transposed(r, v + lines.offset(0));
@@ -328,7 +336,8 @@ struct ForwardConsumer {
     wgmma_rs<Io, Major::kOuter>(state, v_new + 4, kg.rows(1), true);
     wgmma_commit();
     wgmma_wait<1>();
-    store_o(O, c);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) o[i] = pack<Io>(p.scale * O[2 * i], p.scale * O[2 * i + 1]);
     wgmma_wait<0>();
     __syncwarp();
     if (thread % 32 == 0) ptx::mbarrier_arrive(&barriers.empty[position.stage]);
@@ -338,7 +347,14 @@ struct ForwardConsumer {
     float state[kState];
     load_state(state);
     RingPosition<kForwardStages> position;
-    for (int64_t c = 0; c < work.range.chunks; ++c, position.advance()) chunk(state, c, position);
+    uint32_t o[8];
+    Io* to = static_cast<Io*>(p.o.data) +
+             token_offset(p.o, work.range.batch, work.range.begin + thread / 8, work.hv) + work.v0 +
+             group * kGroupColumns + thread % 8 * kUnitElements;
+    for (int64_t c = 0; c < work.range.chunks; ++c, position.advance()) {
+      chunk(state, o, to, c, position);
+    }
+    store_o(o, work.range.chunks - 1, to);
     store_state(state);
   }
 };
