@@ -214,13 +214,13 @@ __device__ float2 pair_scores(PrepShared<Io, K>& shared, const Io* q, const Io* 
   return {sum.x * shared.rq[i] * shared.rk[j], sum.y * shared.rk[i] * shared.rk[j]};
 }
 
-/// Rows whose factor in their diagonal block is beyond kFarRow, one warp a row. q, k: the chunk's
-/// first rows in memory.
+/// Rows whose factor in their diagonal block is beyond kFarRow, one warp a row; of those that do
+/// not exist 0 times that factor. q, k: the chunk's first rows in memory.
 template <class Io, int K>
 __device__ void replace_far_rows(PrepShared<Io, K>& shared, const Io* q, int64_t q_stride,
                                  const Io* k, int64_t k_stride, int rows) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  for (int i = static_cast<int>(threadIdx.x) / 32; i < rows; i += kPrepThreads / 32) {
+  for (int i = static_cast<int>(threadIdx.x) / 32; i < kChunk; i += kPrepThreads / 32) {
     const int first = i / kBlock * kBlock;
     bool far = false;
     for (int c = lane; c < K; c += 32) {
@@ -228,8 +228,10 @@ __device__ void replace_far_rows(PrepShared<Io, K>& shared, const Io* q, int64_t
     }
     if (!__any_sync(~0u, far)) continue;
     for (int j = first; j <= i; ++j) {
-      const float2 entry =
-          pair_scores(shared, q + i * q_stride, k + i * k_stride, k + j * k_stride, i, j);
+      float2 entry{0, 0};
+      if (i < rows) {
+        entry = pair_scores(shared, q + i * q_stride, k + i * k_stride, k + j * k_stride, i, j);
+      }
       if (lane != 0) continue;
       shared.scores[i][j] = entry.x;
       if (j < i) shared.L[i][j] = entry.y * shared.beta[i];
