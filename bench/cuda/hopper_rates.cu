@@ -27,8 +27,8 @@ __device__ unsigned char* aligned_shared() {
 
 enum class Product { kRsSummed64, kRsOuter128, kSsSummed64 };
 
-/// Eight products of 16 on one accumulator a round; dependent: each round waits for the last and
-/// packs its sums into the next A, as the scan does.
+/// Rounds of products of 16 on one accumulator: 64, whose end is waited for once, or, dependent, 8
+/// whose sums are packed into the next A, as the scan does.
 template <Product kProduct, bool kDependent>
 __global__ void __launch_bounds__(256, 1) wgmma_rounds(unsigned* cycles, float* sink, int rounds) {
   unsigned char* const memory = aligned_shared();
@@ -47,10 +47,12 @@ __global__ void __launch_bounds__(256, 1) wgmma_rounds(unsigned* cycles, float* 
   for (int i = 0; i < 32; ++i) a[i] = 0x3c003c00u + threadIdx.x;
   __syncthreads();
   const unsigned begin = clock();
+#pragma unroll 1
   for (int round = 0; round < rounds; ++round) {
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < 8; ++step) {
+    for (int i = 0; i < (kDependent ? 8 : 64); ++i) {
+      const int step = i % 8;
       if constexpr (kProduct == Product::kRsSummed64) {
         wgmma_rs<__nv_bfloat16, Major::kSummed>(sums, a + 4 * step, b.columns(step), true);
       } else if constexpr (kProduct == Product::kRsOuter128) {
@@ -61,17 +63,14 @@ __global__ void __launch_bounds__(256, 1) wgmma_rounds(unsigned* cycles, float* 
       }
     }
     wgmma_commit();
+    wgmma_wait<0>();
     if constexpr (kDependent) {
-      wgmma_wait<0>();
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
         a[i] = pack<__nv_bfloat16>(sums[2 * i % kSums], sums[(2 * i + 1) % kSums]);
       }
-    } else {
-      wgmma_wait<1>();
     }
   }
-  wgmma_wait<0>();
   const unsigned end = clock();
   float sum = 0;
   for (int i = 0; i < kSums; ++i) sum += sums[i];
@@ -81,7 +80,7 @@ __global__ void __launch_bounds__(256, 1) wgmma_rounds(unsigned* cycles, float* 
 
 template <Product kProduct, bool kDependent>
 void print_wgmma(const char* name, int columns) {
-  constexpr int kRounds = 2000;
+  constexpr int kRounds = 500;
   const Buffer cycles(kSms * sizeof(unsigned));
   const Buffer sink(1024);
   const auto kernel = wgmma_rounds<kProduct, kDependent>;
@@ -97,7 +96,7 @@ void print_wgmma(const char* name, int columns) {
     require(
         cudaMemcpy(host.data(), cycles.data(), kSms * sizeof(unsigned), cudaMemcpyDeviceToHost));
     std::sort(host.begin(), host.end());
-    const double each = static_cast<double>(host[kSms / 2]) / kRounds / 8;
+    const double each = static_cast<double>(host[kSms / 2]) / kRounds / (kDependent ? 8 : 64);
     const double share = 64.0 * columns * 16 * groups / each / 2048;
     std::printf(
         "{\"rate\": \"wgmma\", \"product\": \"%s\", \"dependent\": %s, \"warpgroups\": %d, "

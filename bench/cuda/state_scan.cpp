@@ -1,7 +1,9 @@
 // Times of the state scan at the shapes of the training benchmarks, beside the time that its bytes
 // take at the rate of a large copy. One JSON line each:
 //
-//   kda_state_scan_bench [REPEATS] [IMPLEMENTATION...]
+//   kda_state_scan_bench [REPEATS] [SHAPE | IMPLEMENTATION | dq_raw | no_dq_raw | no_copy]...
+//
+// Without words it times sm90_state_scan at all shapes, with dq_raw and without.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -114,13 +116,35 @@ void time_shape(const Shape& shape, bool raw_dq, const std::vector<std::string>&
 int main(int argc, char** argv) {
   using namespace kda::bench;
   const int repeats = argc > 1 ? std::atoi(argv[1]) : 15;
-  std::vector<std::string> implementations(argv + std::min(argc, 2), argv + argc);
+  std::vector<Shape> shapes;
+  std::vector<std::string> implementations;
+  bool plain = true;
+  bool raw_dq = true;
+  bool copy = true;
+  for (int i = 2; i < argc; ++i) {
+    const std::string word = argv[i];
+    const auto* const known = std::find_if(std::begin(kShapes), std::end(kShapes),
+                                           [&](const Shape& shape) { return word == shape.name; });
+    if (known != std::end(kShapes)) {
+      shapes.push_back(*known);
+    } else if (word == "dq_raw") {
+      plain = false;
+    } else if (word == "no_dq_raw") {
+      raw_dq = false;
+    } else if (word == "no_copy") {
+      copy = false;
+    } else {
+      implementations.push_back(word);
+    }
+  }
+  if (shapes.empty()) shapes.assign(std::begin(kShapes), std::end(kShapes));
   if (implementations.empty()) implementations = {"sm90_state_scan"};
-  const double copy_rate = copy_gb_per_s(repeats);
+  const double copy_rate = copy ? copy_gb_per_s(repeats) : 4250;
   fmt::print("{{\"copy_gb_per_s\": {:.0f}}}\n", copy_rate);
-  for (const bool raw_dq : {false, true}) {
-    for (const Shape& shape : kShapes) {
-      time_shape(shape, raw_dq, implementations, repeats, copy_rate);
+  for (const bool with_dq : {false, true}) {
+    if (with_dq ? !raw_dq : !plain) continue;
+    for (const Shape& shape : shapes) {
+      time_shape(shape, with_dq, implementations, repeats, copy_rate);
     }
   }
   return 0;
