@@ -77,7 +77,7 @@ def is_torch(tensor: Any) -> bool:
     return isinstance(tensor, _torch_tensor)
 
 
-if "torch" in sys.modules:
+if sys.modules.get("torch") is not None:
     load_torch()
 
 

@@ -107,6 +107,11 @@ def options_of(
 def sizes_of(q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, cu: Any) -> Sizes:
     """The sizes that the shapes give; the first shape that does not fit is named."""
     for name, tensor, rank in (("q", q, 4), ("k", k, 4), ("v", v, 4), ("g", g, 4)):
+        if not hasattr(tensor, "shape"):
+            raise ArgumentError(
+                f"{name}: found {type(tensor).__name__}, expected a tensor of torch or an array "
+                "that speaks DLPack (NumPy, CuPy, JAX)"
+            )
         if len(tensor.shape) != rank:
             raise ArgumentError(
                 f"{name}: found shape {list(tensor.shape)}, expected {rank} dimensions"

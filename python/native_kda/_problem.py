@@ -103,15 +103,28 @@ def hits() -> dict[str, int]:
     return dict(_hits)
 
 
+def counters() -> Counter[str]:
+    """What hits() copies."""
+    return _hits
+
+
 def reset_hits() -> None:
     """Sets all counters of hits() to zero."""
     _hits.clear()
 
 
 # Bounded, so that training on ever changing lengths does not grow; a plan holds no tensor.
+# `choice` is the variable KDA_IMPL, which the library reads itself: another value, another plan.
 @lru_cache(maxsize=1024)
-def _plan(operation, sizes, options, layouts, device, implementation):
-    plan = _native.Plan(operation, sizes, options, layouts, device[0], device[1], implementation)
+def _plan(
+    operation: int,
+    sizes: Sizes,
+    options: Options,
+    layouts: tuple,
+    device: tuple[int, int],
+    choice: str,
+) -> _native.Plan:
+    plan = _native.Plan(operation, sizes, options, layouts, device[0], device[1])
     if _log.dispatch:
         _log.logger.info(
             "%s -> %s, %s, %s", OPERATIONS[operation], plan.implementation, sizes, options
@@ -119,11 +132,12 @@ def _plan(operation, sizes, options, layouts, device, implementation):
     return plan
 
 
-def plan_of(operation, sizes, options, layouts, device):
+def plan_of(
+    operation: int, sizes: Sizes, options: Options, layouts: list[tuple], device: tuple[int, int]
+) -> _native.Plan:
     """The plan of a problem; ValueError or UnsupportedError if there is none."""
-    return _plan(
-        operation, sizes, options, tuple(layouts), device, os.environ.get("KDA_IMPL", "")
-    )
+    choice = os.environ.get("KDA_IMPL", "")
+    return _plan(operation, sizes, options, tuple(layouts), device, choice)
 
 
 def layout_of(frame: Frame, name: str, tensor: Any) -> tuple:

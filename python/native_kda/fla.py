@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from . import _calls, _log, support
+from . import _calls, _log, _problem, support
 from ._problem import UnsupportedError
 
 PRIORITY = 1  # FlashKDA has 3; lower is asked first
@@ -182,14 +182,15 @@ def _is_live(function: str) -> bool:
     arguments = dict(q=x, k=x, v=x, g=x, beta=x[..., 0])
     if function == "fused_recurrent_kda_fwd":
         arguments["inplace_final_state"] = False
-    before = _hits[function]
+    counters = [(counter, Counter(counter)) for counter in (_hits, _problem.counters())]
     try:
         getattr(_module(function), function)(**arguments)
     except Exception:  # whatever fla meets on a device that it does not know
         pass
-    live = _hits[function] > before
-    if live:
-        _hits[function] -= 1
+    live = _hits[function] > counters[0][1][function]
+    for counter, before in counters:
+        counter.clear()
+        counter.update(before)
     return live
 
 
