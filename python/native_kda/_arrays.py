@@ -18,13 +18,12 @@ _DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
 class Array:
     """An array and the numbers that describe it."""
 
-    __slots__ = ("address", "array", "device", "dtype", "shape", "strides")
+    __slots__ = ("address", "array", "code", "device", "dtype", "shape", "strides")
 
     def __init__(self, array: Any) -> None:
         self.array = array
         self.dtype = getattr(array, "dtype", None)
-        address, code, self.shape, self.strides, kind, index = _describe(array)
-        self.address = (address, code)
+        self.address, self.code, self.shape, self.strides, kind, index = _describe(array)
         self.device = (
             (_problem.CUDA, index) if kind in _DLPACK_CUDA else (_problem.CPU, 0)
         )
@@ -62,12 +61,16 @@ def module_of(array: Any) -> str:
     return "jax" if name == "jaxlib" else name
 
 
-def view(array: Array) -> tuple[int, int, tuple, tuple]:
-    return (*array.address, array.shape, array.strides)
-
-
-def device(array: Array) -> tuple[int, int]:
-    return array.device
+def describe(rows: list[tuple[str, Array]]) -> tuple[tuple, tuple, tuple[int, int]]:
+    layouts = []
+    first, device = rows[0][0], rows[0][1].device
+    for name, array in rows:
+        if array.code == 0 or not array.shape:
+            raise _problem.not_a_tensor(name, array)
+        if array.device != device:
+            raise _problem.elsewhere(name, array.device, first, device)
+        layouts.append((_problem.ID[name], array.code, array.shape, array.strides))
+    return tuple(layouts), tuple(array.address for _, array in rows), device
 
 
 def stream(device: tuple[int, int]) -> int:

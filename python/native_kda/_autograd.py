@@ -12,10 +12,12 @@ from ._problem import Options
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
+is_compiling = torch.compiler.is_compiling
+
 
 def needs_operators(inputs: tuple) -> bool:
     """Tracing, dispatch modes, function transforms and tensor subclasses see operators only."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return True
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack():
         return True

@@ -81,6 +81,11 @@ if sys.modules.get("torch") is not None:
     load_torch()
 
 
+def is_tracing() -> bool:
+    """Inside torch.compile."""
+    return _autograd is not None and _autograd.is_compiling()
+
+
 def torch_frame() -> Any:
     return _torch_frame
 

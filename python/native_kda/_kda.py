@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import _checks, _problem
-from ._problem import CHUNK_BWD, CHUNK_FWD, RECURRENT, ArgumentError, Options, Sizes
+from ._problem import CHUNK_BWD, CHUNK_FWD, RECURRENT, Options, Sizes
 
 INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "dinitial_state")
@@ -18,21 +18,6 @@ def named_inputs(inputs: tuple, cu_seqlens: Any, options: Options) -> list[tuple
         rows = rows[:5] + rows[7:]
     rows.append(("cu_seqlens", cu_seqlens))
     return [row for row in rows if row[1] is not None]
-
-
-def check_devices(frame: Any, tensors: list[tuple[str, Any]]) -> tuple[int, int]:
-    """The device of the first tensor, which all must share."""
-    first = frame.device(tensors[0][1])
-    for name, tensor in tensors:
-        device = frame.device(tensor)
-        if device != first:
-            found, expected = (
-                f"{_problem.DEVICE_TYPES[kind]}:{index}" for kind, index in (device, first)
-            )
-            raise ArgumentError(
-                f"{name}: found on {found}, expected {expected}, where {tensors[0][0]} is"
-            )
-    return first
 
 
 def sizes_of(inputs: tuple, cu_seqlens: Any) -> Sizes:
@@ -54,7 +39,6 @@ def forward(
     """o, final_state, h; the latter two are None unless asked for."""
     sizes = sizes_of(inputs, cu_seqlens)
     tensors = named_inputs(inputs, cu_seqlens, options)
-    device = check_devices(frame, tensors)
     q, v = inputs[0], inputs[2]
     packed = cu_seqlens is not None
     o = frame.empty(tuple(v.shape), q.dtype, q)
@@ -68,7 +52,7 @@ def forward(
         rows = _checks.chunk_rows(sizes, options, packed)
         h = frame.empty((rows, sizes.HV, sizes.K, sizes.V), q.dtype, q)
         tensors.append(("h", h))
-    _problem.run(frame, CHUNK_FWD, sizes, options, tensors, device)
+    _problem.run(frame, CHUNK_FWD, sizes, options, tensors)
     return o, final_state, h
 
 
@@ -88,7 +72,6 @@ def backward(
     tensors.append(("do", do))
     if dfinal_state is not None:
         tensors.append(("dfinal_state", dfinal_state))
-    device = check_devices(frame, tensors)
     gradients: list[Any] = []
     for name, gradient_name, tensor, need in zip(INPUTS, GRADIENTS, inputs, needs):
         gradient = None
@@ -97,7 +80,7 @@ def backward(
             tensors.append((gradient_name, gradient))
         gradients.append(gradient)
     if any(gradient is not None for gradient in gradients):
-        _problem.run(frame, CHUNK_BWD, sizes, options, tensors, device)
+        _problem.run(frame, CHUNK_BWD, sizes, options, tensors)
     return gradients
 
 
@@ -122,7 +105,6 @@ def recurrent(
         if "num_accepted" not in _problem.ID:
             raise _problem.UnsupportedError("num_accepted: this version has no partial commit")
         tensors.append(("num_accepted", num_accepted))
-    device = check_devices(frame, tensors)
     o = frame.empty(tuple(v.shape), q.dtype, q)
     tensors.append(("o", o))
     final_state = None
@@ -133,5 +115,5 @@ def recurrent(
         final_state = frame.empty(shape, frame.state_dtype(q), q)
     if final_state is not None:
         tensors.append(("final_state", final_state))
-    _problem.run(frame, RECURRENT, sizes, options, tensors, device)
+    _problem.run(frame, RECURRENT, sizes, options, tensors)
     return o, final_state

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 
+from . import _native
+
 logger = logging.getLogger("native_kda")
 
 _words = {word.strip() for word in os.environ.get("NATIVE_KDA_LOG", "").split(",")} - {""}
@@ -36,6 +38,10 @@ def once(text: str) -> None:
         logger.warning(text)
 
 
-def disabled() -> bool:
-    """NATIVE_KDA_DISABLE=1 sends every call to flash-linear-attention."""
-    return os.environ.get("NATIVE_KDA_DISABLE", "0") not in ("", "0")
+def disabled(tracing: bool = False) -> bool:
+    """NATIVE_KDA_DISABLE=1 sends every call to flash-linear-attention.
+
+    torch.compile can look into os.environ but not into the module, which is ten times as fast."""
+    name = "NATIVE_KDA_DISABLE"
+    value = os.environ.get(name, "") if tracing else _native.environment(name)
+    return value not in ("", "0")

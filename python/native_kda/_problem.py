@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from functools import lru_cache
@@ -84,8 +83,17 @@ class Options(NamedTuple):
 class Frame(Protocol):
     """What a route must know of its tensors."""
 
-    def view(self, tensor: Any) -> tuple[int, int, tuple, tuple]:
-        """Address, dtype, shape, stride in elements."""
+    def describe(
+        self, rows: list[tuple[str, Any]]
+    ) -> tuple[tuple[tuple, ...], tuple[int, ...], tuple[int, int]]:
+        """The rows of a problem, (id, dtype, shape, stride in elements), the addresses, and the
+        device that all tensors share; ArgumentError names the one that does not fit."""
+
+    def empty(self, shape: tuple, dtype: Any, like: Any) -> Any:
+        """A new contiguous tensor where `like` is."""
+
+    def state_dtype(self, q: Any) -> Any:
+        """The dtype of states beside this q."""
 
     def workspace(self, size: int, device: tuple[int, int]) -> tuple[Any, int]:
         """Scratch memory, kept alive by the first item, and its address."""
@@ -133,22 +141,25 @@ def _plan(
 
 
 def plan_of(
-    operation: int, sizes: Sizes, options: Options, layouts: list[tuple], device: tuple[int, int]
+    operation: int, sizes: Sizes, options: Options, layouts: tuple, device: tuple[int, int]
 ) -> _native.Plan:
     """The plan of a problem; ValueError or UnsupportedError if there is none."""
-    choice = os.environ.get("KDA_IMPL", "")
-    return _plan(operation, sizes, options, tuple(layouts), device, choice)
+    choice = _native.environment("KDA_IMPL")
+    return _plan(operation, sizes, options, layouts, device, choice)
 
 
-def layout_of(frame: Frame, name: str, tensor: Any) -> tuple:
-    """The row of a tensor in a problem, and its address."""
-    address, dtype, shape, stride = frame.view(tensor)
-    if dtype == 0 or not shape:
-        raise ArgumentError(
-            f"{name}: found dtype {getattr(tensor, 'dtype', '?')} and shape {tuple(shape)}, "
-            "expected an array of bf16, fp16, fp32, fp64, int32 or int64 with 1 to 4 dimensions"
-        )
-    return (ID[name], dtype, shape, stride), address
+def not_a_tensor(name: str, tensor: Any) -> ArgumentError:
+    """For Frame.describe."""
+    return ArgumentError(
+        f"{name}: found dtype {tensor.dtype} and shape {tuple(tensor.shape)}, expected an array of "
+        "bf16, fp16, fp32, fp64, int32 or int64 with 1 to 4 dimensions"
+    )
+
+
+def elsewhere(name: str, found: tuple[int, int], first: str, device: tuple[int, int]) -> ArgumentError:
+    """For Frame.describe."""
+    places = [f"{DEVICE_TYPES[kind]}:{index}" for kind, index in (found, device)]
+    return ArgumentError(f"{name}: found on {places[0]}, expected {places[1]}, where {first} is")
 
 
 def run(
@@ -157,22 +168,16 @@ def run(
     sizes: Sizes,
     options: Options,
     tensors: list[tuple[str, Any]],
-    device: tuple[int, int],
 ) -> None:
     """Runs an operation on all tensors that take part: inputs and allocated outputs."""
-    layouts = []
-    addresses = []
-    for name, tensor in tensors:
-        layout, address = layout_of(frame, name, tensor)
-        layouts.append(layout)
-        addresses.append(address)
+    layouts, addresses, device = frame.describe(tensors)
     plan = plan_of(operation, sizes, options, layouts, device)
     size = plan.workspace_bytes
     keep, workspace = frame.workspace(size, device) if size else (None, 0)
     stream = frame.stream(device) if device[0] == CUDA else 0
     if _log.execution:
         start = time.perf_counter()
-        plan.run(tuple(addresses), workspace, size, stream)
+        plan.run(addresses, workspace, size, stream)
         _log.logger.info(
             "%s on %s: %.3f ms%s",
             plan.implementation,
@@ -181,6 +186,6 @@ def run(
             " (host)" if device[0] == CUDA else "",
         )
     else:
-        plan.run(tuple(addresses), workspace, size, stream)
+        plan.run(addresses, workspace, size, stream)
     _hits[plan.implementation] += 1
     del keep

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from . import _problem
-from ._problem import ArgumentError
 
 _DTYPES = {
     torch.bfloat16: _problem.BF16,
@@ -17,21 +16,32 @@ _DTYPES = {
     torch.int32: _problem.I32,
     torch.int64: _problem.I64,
 }
+_ID = _problem.ID
 _CPU = (_problem.CPU, 0)
 # The Stream object of torch.cuda.current_stream() costs microseconds; this is its number alone.
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
-def view(tensor: torch.Tensor) -> tuple[int, int, tuple, tuple]:
-    return tensor.data_ptr(), _DTYPES.get(tensor.dtype, 0), tensor.shape, tensor.stride()
+def _device(index: int) -> tuple[int, int]:
+    """Of a tensor's get_device(), which is -1 on the CPU."""
+    return (_problem.CUDA, index) if index >= 0 else _CPU
 
 
-def device(tensor: torch.Tensor) -> tuple[int, int]:
-    if tensor.is_cuda:
-        return (_problem.CUDA, tensor.get_device())
-    if tensor.is_cpu:
-        return _CPU
-    raise ArgumentError(f"found a tensor on {tensor.device}, expected cuda or cpu")
+def describe(rows: list[tuple[str, torch.Tensor]]) -> tuple[tuple, tuple, tuple[int, int]]:
+    layouts = []
+    addresses = []
+    first, tensor = rows[0]
+    index = tensor.get_device()
+    for name, tensor in rows:
+        dtype = _DTYPES.get(tensor.dtype, 0)
+        shape = tensor.shape
+        if not dtype or not shape:
+            raise _problem.not_a_tensor(name, tensor)
+        if tensor.get_device() != index:
+            raise _problem.elsewhere(name, _device(tensor.get_device()), first, _device(index))
+        layouts.append((_ID[name], dtype, shape, tensor.stride()))
+        addresses.append(tensor.data_ptr())
+    return tuple(layouts), tuple(addresses), _device(index)
 
 
 def stream(device: tuple[int, int]) -> int:
@@ -48,7 +58,7 @@ def workspace(size: int, device: tuple[int, int]) -> tuple[Any, int]:
 
 
 def empty(shape: tuple, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device=like.device)
+    return like.new_empty(shape, dtype=dtype)
 
 
 def state_dtype(q: torch.Tensor) -> torch.dtype:

@@ -31,7 +31,8 @@ def _version(package: str) -> str:
 def _why_no_cuda() -> str:
     """The library's own words on why no CUDA device can be used."""
     sizes = _problem.Sizes(1, 1, 1, 1, 1, 1)
-    layouts = [(_problem.ID[name], _problem.F32, (), ()) for name in ("q", "k", "v", "g", "beta", "o")]
+    names = ("q", "k", "v", "g", "beta", "o")
+    layouts = tuple((_problem.ID[name], _problem.F32, (), ()) for name in names)
     try:
         _problem.plan_of(0, sizes, _problem.Options(), layouts, (_problem.CUDA, 0))
     except (native_kda.UnsupportedError, RuntimeError, ValueError) as error:

@@ -53,7 +53,7 @@ def _dispatch(
         _check_backend(backend, call["q"])
         if backend == "fla":
             return _to_fla(function, "backend='fla'", call, defaults)
-    if _log.disabled():
+    if _log.disabled(_calls.is_tracing()):
         if backend != "auto":
             raise UnsupportedError(f"backend: found {backend!r} with NATIVE_KDA_DISABLE set")
         return _to_fla(function, "NATIVE_KDA_DISABLE is set", call, defaults)

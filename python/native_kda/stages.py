@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import _arrays, _calls, _checks, _kda, _problem
+from . import _arrays, _calls, _checks, _problem
 from ._problem import SPECS, ArgumentError, Options, Sizes
 
 _IN_FP32 = ("final_state", "dinitial_state", "dg", "dbeta")
@@ -71,7 +71,6 @@ def _run(operation: str, outputs: tuple[str, ...], options: Options, **tensors: 
         given = {name: _arrays.Array(array) for name, array in given.items()}
         first = next(iter(given.values()))
     sizes = _sizes(_bind(specs, given))
-    device = _kda.check_devices(frame, list(given.items()))
     rows = list(given.items())
     results = []
     for name in outputs:
@@ -81,7 +80,7 @@ def _run(operation: str, outputs: tuple[str, ...], options: Options, **tensors: 
         shape = _shape(spec, sizes, options, "cu_seqlens" in given)
         results.append(frame.empty(shape, dtype, first))
         rows.append((name, results[-1]))
-    _problem.run(frame, number, sizes, options, rows, device)
+    _problem.run(frame, number, sizes, options, rows)
     if torch_route:
         return tuple(results)
     return tuple(_arrays.hand_over(result, first) for result in results)

@@ -51,8 +51,7 @@ def plan(call: dict[str, Any], operation: int = CHUNK_FWD) -> Any:
         inputs = tuple(_arrays.wrap(array) for array in inputs)
         cu_seqlens = _arrays.wrap(cu_seqlens)
     tensors = _kda.named_inputs(inputs, cu_seqlens, options)
-    device = _kda.check_devices(frame, tensors)
-    layouts = [_problem.layout_of(frame, name, tensor)[0] for name, tensor in tensors]
+    layouts, _, device = frame.describe(tensors)
     dtypes = {row[0]: row[1] for row in layouts}
     q = dtypes[_problem.ID["q"]]
     state = _problem.F64 if q == _problem.F64 else _problem.F32
@@ -62,7 +61,7 @@ def plan(call: dict[str, Any], operation: int = CHUNK_FWD) -> Any:
         names = [name for name, _ in tensors if name in _kda.INPUTS]
         wanted = [("do", q)]
         wanted += [("d" + name, dtypes[_problem.ID[name]]) for name in names]
-    layouts += [(_problem.ID[name], dtype, (), ()) for name, dtype in wanted]
+    layouts += tuple((_problem.ID[name], dtype, (), ()) for name, dtype in wanted)
     sizes = _kda.sizes_of(inputs, cu_seqlens)
     return _problem.plan_of(operation, sizes, options, layouts, device)
 

@@ -5,6 +5,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <string>
 
 #include <nanobind/nanobind.h>
@@ -210,5 +211,13 @@ NB_MODULE(_native, m) {
       "device_count",
       [](int device_type) { return kda_device_count(static_cast<kda_device_type>(device_type)); },
       nb::arg("device_type"));
+  // Read at every call: os.environ takes a microsecond or more, this a tenth.
+  m.def(
+      "environment",
+      [](const char* name) {
+        const char* value = std::getenv(name);
+        return std::string(value == nullptr ? "" : value);
+      },
+      nb::arg("name"));
   m.def("version", &kda_version);
 }
