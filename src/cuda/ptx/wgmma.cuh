@@ -76,6 +76,13 @@ __device__ __forceinline__ void wgmma_wait() {
       : KDA_WGMMA_OUT64                                                                        \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)), \
         "n"(kMajor))
+#define KDA_WGMMA_SS32(type)                                                        \
+  asm volatile(                                                                     \
+      "{.reg .pred p; setp.ne.b32 p, %18, 0;\n"                                     \
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type " " KDA_WGMMA_D32 \
+      ", %16, %17, p, 1, 1, %19, %20;}"                                             \
+      : KDA_WGMMA_OUT32                                                             \
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kMajorA), "n"(kMajorB))
 #define KDA_WGMMA_SS64(type)                                                        \
   asm volatile(                                                                     \
       "{.reg .pred p; setp.ne.b32 p, %34, 0;\n"                                     \
@@ -91,13 +98,6 @@ __device__ __forceinline__ void wgmma_wait() {
       : KDA_WGMMA_OUT128                                                                       \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)), \
         "n"(kMajor))
-#define KDA_WGMMA_SS128(type)                                                         \
-  asm volatile(                                                                       \
-      "{.reg .pred p; setp.ne.b32 p, %66, 0;\n"                                       \
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " " KDA_WGMMA_D128 \
-      ", %64, %65, p, 1, 1, %67, %68;}"                                               \
-      : KDA_WGMMA_OUT128                                                              \
-      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kMajorA), "n"(kMajorB))
 
 /// D += A B, or D = A B without `accumulate`. A: 4 registers of packed pairs; B: descriptor.
 template <class T16, Major kB>
@@ -125,6 +125,18 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[32], const uint32_t* a, uint
 
 /// The same with A in shared memory.
 template <class T16, Major kA, Major kB>
+__device__ __forceinline__ void wgmma_ss(float (&d)[16], uint64_t a, uint64_t b, bool accumulate) {
+  constexpr int kMajorA = static_cast<int>(kA);
+  constexpr int kMajorB = static_cast<int>(kB);
+  if constexpr (__is_same(T16, __half)) {
+    KDA_WGMMA_SS32("f16");
+  } else {
+    KDA_WGMMA_SS32("bf16");
+  }
+}
+
+/// The same with A in shared memory.
+template <class T16, Major kA, Major kB>
 __device__ __forceinline__ void wgmma_ss(float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {
   constexpr int kMajorA = static_cast<int>(kA);
   constexpr int kMajorB = static_cast<int>(kB);
@@ -147,18 +159,6 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[64], const uint32_t* a, uint
   }
 }
 
-/// The same with A in shared memory.
-template <class T16, Major kA, Major kB>
-__device__ __forceinline__ void wgmma_ss(float (&d)[64], uint64_t a, uint64_t b, bool accumulate) {
-  constexpr int kMajorA = static_cast<int>(kA);
-  constexpr int kMajorB = static_cast<int>(kB);
-  if constexpr (__is_same(T16, __half)) {
-    KDA_WGMMA_SS128("f16");
-  } else {
-    KDA_WGMMA_SS128("bf16");
-  }
-}
-
 #undef KDA_WGMMA_D32
 #undef KDA_WGMMA_OUT32
 #undef KDA_WGMMA_RS32
@@ -169,6 +169,8 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[64], uint64_t a, uint64_t b,
 #undef KDA_WGMMA_RS64
 #undef KDA_WGMMA_SS64
 #undef KDA_WGMMA_RS128
-#undef KDA_WGMMA_SS128
+#undef KDA_WGMMA_D32
+#undef KDA_WGMMA_OUT32
+#undef KDA_WGMMA_SS32
 
 }  // namespace kda::cuda

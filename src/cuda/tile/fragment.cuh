@@ -40,7 +40,7 @@ struct FragmentLane {
   int row;     ///< of its registers 0, 1; its registers 2, 3 are 8 rows below
   int column;  ///< of its registers 0, 2; the next one of registers 1, 3
 
-  __device__ __forceinline__ FragmentLane(int warp, int lane)
+  __host__ __device__ FragmentLane(int warp, int lane)
       : row(16 * warp + lane / 4), column(2 * (lane % 4)) {}
 };
 
@@ -50,11 +50,11 @@ struct TransposedLane {
   int line;  ///< memory row of this lane for the first sixteen columns
   int unit;
 
-  __device__ __forceinline__ TransposedLane(int warp, int lane)
+  __host__ __device__ TransposedLane(int warp, int lane)
       : line(lane % 8 + lane / 16 * 8), unit(2 * warp + lane / 8 % 2) {}
 
   /// Offset in the panel for columns 16 step ...
-  __device__ __forceinline__ uint32_t offset(int step) const {
+  __host__ __device__ uint32_t offset(int step) const {
     return unit_offset(line, unit) + static_cast<uint32_t>(16 * step * kPanelRowBytes);
   }
 };

@@ -58,11 +58,11 @@ struct PanelTile {
   uint32_t address;  ///< in the shared window
 
   /// Operand whose columns are summed over: its columns 16 step .. 16 step + 15.
-  __device__ __forceinline__ uint64_t columns(int step) const {
+  __host__ __device__ constexpr uint64_t columns(int step) const {
     return wgmma_descriptor(address, 16) + (step / 4) * (kPanelBytes >> 4) + (step % 4) * 2;
   }
   /// Operand whose rows are summed over: its rows 16 step .. 16 step + 15, all panels.
-  __device__ __forceinline__ uint64_t rows(int step) const {
+  __host__ __device__ constexpr uint64_t rows(int step) const {
     return wgmma_descriptor(address, kPanelBytes) + step * (16 * kPanelRowBytes >> 4);
   }
 };

@@ -35,9 +35,15 @@ TensorMapShape checkpoint_map(const Tensor& t, int64_t V, int64_t K, int64_t HV,
 
 Tensor layout_of(const Problem& problem, TensorId id) { return tensor_of(problem, {}, id); }
 
+/// Rows of fp32 channels are read and written in vectors.
+bool has_whole_rows(const TensorLayout& layout) {
+  return layout.stride[3] == 1 && layout.stride[0] % 4 == 0 && layout.stride[1] % 4 == 0 &&
+         layout.stride[2] % 4 == 0;
+}
+
 std::string layout_obstacle(const Problem& problem) {
   const Sizes& s = problem.sizes;
-  for (const TensorId id : {kKg, kW, kU, kVNew, kH}) {
+  for (const TensorId id : {kKg, kW, kU, kVNew, kH, kDo}) {
     if (!problem.has(id)) continue;
     const Tensor t = layout_of(problem, id);
     const int64_t width = id == kKg || id == kW ? s.K : s.V;
@@ -46,36 +52,36 @@ std::string layout_obstacle(const Problem& problem) {
                                      : token_map(t, width, s.HV, s.T, s.B));
     if (*obstacle != '\0') return fmt::format("{} ({})", obstacle, name_of(id));
   }
-  const TensorLayout& gamma = problem[kGamma];
-  const bool in_pairs = gamma.stride[3] == 1 && gamma.stride[0] % 4 == 0 &&
-                        gamma.stride[1] % 4 == 0 && gamma.stride[2] % 4 == 0;
-  return in_pairs ? "" : "rows apart from 16 bytes (gamma)";
+  for (const TensorId id : {kGamma, kDqRaw}) {
+    if (problem.has(id) && !has_whole_rows(problem[id])) {
+      return fmt::format("rows apart from 16 bytes ({})", name_of(id));
+    }
+  }
+  return "";
 }
 
-ScanTiling choose_tiling(const StateScanParams& p) {
+ScanTiling choose_tiling(const StateScanParams& p, bool raw_dq) {
+  if (raw_dq) {
+    if (p.heads.V == 64) return ScanTiling::kNarrowRawDq;
+    return p.heads.V == 128 ? ScanTiling::kWideRawDq : ScanTiling::kWideRawDqPair;
+  }
   if (p.heads.V % 128 != 0) return ScanTiling::kNarrow;
   int device = 0;
   int sms = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
   const int64_t wide = p.sequences.count * p.heads.HV * (p.heads.V / 128);
-  if (2 * wide <= sms) return ScanTiling::kNarrow;
-  return p.heads.V % 256 == 0 ? ScanTiling::kCluster : ScanTiling::kWide;
+  return 2 * wide <= sms ? ScanTiling::kNarrow : ScanTiling::kWide;
 }
 
 void stage_state_scan(Pipeline& run) {
-  const StateScanParams params{run[kKg],
-                               run[kW],
-                               run[kU],
-                               run[kGamma],
-                               run.state(kInitialState),
-                               run[kH],
-                               run[kVNew],
-                               run.state(kFinalState),
-                               run.heads(),
-                               run.sequences()};
-  if (!state_scan_takes(params)) return cuda::stage_state_scan(run);
-  run(launch_state_scan, params);
+  const ScanRequest request{
+      {run[kKg], run[kW], run[kU], run[kGamma], run.state(kInitialState), run[kH], run[kVNew],
+       run.state(kFinalState), run.heads(), run.sequences()},
+      run[kDo],
+      run[kDqRaw]};
+  if (!is_aligned(request)) return cuda::stage_state_scan(run);
+  run(launch_state_scan, request);
   run.finish();
 }
 
@@ -87,17 +93,19 @@ std::string state_scan_obstacle(const Problem& problem) {
   if (s.V % kWarpgroupColumns != 0) return fmt::format("V = {} (a multiple of 64)", s.V);
   if (problem.chunk_size != kScanChunk) return fmt::format("chunk_size {}", problem.chunk_size);
   if (s.T == 0 || problem.sequences() == 0) return "no tokens";
-  if (problem.has(kDqRaw)) return "dq_raw";
+  if (problem.has(kDqRaw) && s.V != 64 && s.V != 128 && s.V != 256) {
+    return fmt::format("dq_raw with V = {} (64, 128 or 256)", s.V);
+  }
   const DType io = problem[kKg].dtype;
   if (io != DType::kBF16 && io != DType::kF16) return fmt::format("{} tensors (kg)", name_of(io));
-  for (const TensorId id : {kW, kU, kH, kVNew}) {
+  for (const TensorId id : {kW, kU, kH, kVNew, kDo}) {
     const DType dtype = problem[id].dtype;
     if (problem.has(id) && dtype != io) {
       return fmt::format("{} tensors beside {} ones ({})", name_of(dtype), name_of(io),
                          name_of(id));
     }
   }
-  for (const TensorId id : {kGamma, kInitialState, kFinalState}) {
+  for (const TensorId id : {kGamma, kInitialState, kFinalState, kDqRaw}) {
     const DType dtype = problem[id].dtype;
     if (problem.has(id) && dtype != DType::kF32) {
       return fmt::format("{} tensors ({})", name_of(dtype), name_of(id));
@@ -106,15 +114,18 @@ std::string state_scan_obstacle(const Problem& problem) {
   return layout_obstacle(problem);
 }
 
-bool state_scan_takes(const StateScanParams& p) {
-  for (const Tensor* t : {&p.kg, &p.w, &p.u, &p.gamma, &p.h, &p.v_new}) {
+bool is_aligned(const ScanRequest& request) {
+  const StateScanParams& p = request.scan;
+  for (const Tensor* t :
+       {&p.kg, &p.w, &p.u, &p.gamma, &p.h, &p.v_new, &request.grad_o, &request.dq_raw}) {
     if (reinterpret_cast<std::uintptr_t>(t->data) % kAddressBytes != 0) return false;
   }
   return true;
 }
 
-Status launch_state_scan(const StateScanParams& params, const ScanKernel& kernel,
+Status launch_state_scan(const ScanRequest& request, const ScanKernel& kernel,
                          cudaStream_t stream) {
+  const StateScanParams& params = request.scan;
   const Heads& heads = params.heads;
   const Sequences& sequences = params.sequences;
   const int64_t B = sequences.cu.data ? 1 : sequences.count;
@@ -132,6 +143,7 @@ Status launch_state_scan(const StateScanParams& params, const ScanKernel& kernel
   encode(p.w, "w", params.w, tokens(params.w, heads.K));
   encode(p.u, "u", params.u, tokens(params.u, heads.V));
   encode(p.v_new, "v_new", params.v_new, tokens(params.v_new, heads.V));
+  encode(p.grad_o, "do", request.grad_o, tokens(request.grad_o, heads.V));
   encode(p.h, "h", params.h,
          checkpoint_map(params.h, heads.V, heads.K, heads.HV, sequences.chunk_rows));
   if (!status.ok()) return status;
@@ -141,6 +153,7 @@ Status launch_state_scan(const StateScanParams& params, const ScanKernel& kernel
   p.v_new_rows = params.v_new;
   p.heads = heads;
   p.sequences = sequences;
+  p.dq_raw = request.dq_raw;
   p.has_h = params.h.data != nullptr;
   const int64_t blocks =
       std::min(sequences.count * heads.HV * (heads.V / kernel.v_tile), kMostBlocks);
@@ -149,11 +162,13 @@ Status launch_state_scan(const StateScanParams& params, const ScanKernel& kernel
                     reinterpret_cast<const void*>(kernel.kernel), arguments, stream);
 }
 
-Status launch_state_scan(const StateScanParams& params, bool, cudaStream_t stream) {
-  const bool fp16 = params.kg.dtype == static_cast<int32_t>(DType::kF16);
-  const auto instance = params.heads.K == 64 ? (fp16 ? state_scan_fp16_k64 : state_scan_bf16_k64)
-                                             : (fp16 ? state_scan_fp16_k128 : state_scan_bf16_k128);
-  return launch_state_scan(params, instance(choose_tiling(params)), stream);
+Status launch_state_scan(const ScanRequest& request, bool, cudaStream_t stream) {
+  const StateScanParams& p = request.scan;
+  const bool fp16 = p.kg.dtype == static_cast<int32_t>(DType::kF16);
+  const auto instance = p.heads.K == 64 ? (fp16 ? state_scan_fp16_k64 : state_scan_bf16_k64)
+                                        : (fp16 ? state_scan_fp16_k128 : state_scan_bf16_k128);
+  return launch_state_scan(request, instance(choose_tiling(p, request.dq_raw.data != nullptr)),
+                           stream);
 }
 
 Result<std::unique_ptr<Executor>> make_state_scan(const Problem& problem, const Device& device,

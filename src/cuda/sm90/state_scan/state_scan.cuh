@@ -1,194 +1,58 @@
 // The serial scan over chunks of 64 tokens, (4.13)-(4.15), on wgmma and TMA.
 //
-// Grid: one block (or one of a cluster's blocks) a sequence, value head and v_tile columns of V,
-// which need no communication; columns fastest, so that blocks of a head share w and kg in L2.
+// Grid: one block a sequence, value head and v_tile columns of V, which need no communication but
+// for dq_raw; columns fastest, so that blocks of a head share w and kg in L2.
 //
-// Warps: v_tile / 64 consumer warpgroups, then the load warp (one lane starts TMA copies) and the
-// decay warp. A consumer keeps S^T [64 v x K k] in fp32 accumulators. Per chunk:
-//   h^T = S^T packed to 16 bits      -> staging -> TMA store                            (4.13)
+// Warps: v_tile / 64 state warpgroups; with dq_raw one dq warpgroup (raw_dq.cuh); the load warp, of
+// which one lane starts TMA copies, and the decay warp (producer.cuh). A state warpgroup keeps
+// S^T [64 v x K k] in fp32 accumulators. Per chunk:
+//   h^T = S^T packed to 16 bits      -> staging -> TMA store                              (4.13)
 //   v_new^T = u^T - h^T w^T            wgmma, A from registers, w summed over its columns (4.14)
 //   S^T = 2^gamma . S^T + v_new^T kg   wgmma, A from registers, kg summed over its rows   (4.15)
 // The second product starts from registers that the first one's epilogue packed: nothing of the
 // recurrence passes through shared memory.
 //
-// Shared memory, bytes, K = 128:    v_tile 128, 3 stages      v_tile 64, 4 stages
-//   stage: w                           16384                     16384
-//          kg                          16384                     16384
-//          u                           16384                      8192
-//   staging of h                       32768                     16384
-//   staging of v_new                   16384                      8192
-//   decay, a row of K a stage           1536                      2048
-//   barriers                              48                        64
-//   sum                               198192 + padding          190528 + padding
+// Shared memory, bytes, K = 128:   narrow     wide   narrow, dq   wide, dq   wide, dq, cluster
+//   stages                              4        3            3          2                   2
+//   a stage: w, kg                  32768    32768        32768      32768               32768
+//            u                       8192    16384         8192      16384               16384
+//            do                                            8192      16384               16384
+//   staging of h                    16384    32768        16384      32768               32768
+//   staging of v_new                 8192    16384         8192      16384               16384
+//   decay, 512 a stage               2048     1536         1536       1024                1024
+//   landing of partial dq                                    16         16               16384
+//   barriers                           64       48           80         64                  64
+//   sum, rounded up to 1024        190464   198656       174080     182272              197632
 //
-// Barriers, each per stage:
-//   full    2 arrivals + bytes: the load lane arms it and TMA completes it, the decay warp arrives;
-//           consumers wait.
-//   empty   one arrival a consumer warp of each block of the cluster; load and decay warp wait.
-// Named barriers: 1 + g within consumer warpgroup g (staging), kTailBarrier among all consumers.
+// Barriers (mbarriers, the first two per stage):
+//   full     33 arrivals + bytes: the load lane arms it and TMA completes it, the lanes of the
+//   decay
+//            warp arrive; state and dq warpgroups wait.
+//   empty    every state thread and one lane a dq warp arrive; load and decay warp wait.
+//   h_full, h_read       dq_raw: h is in the staging (state -> dq), and was read (dq -> state).
+//   landing_full, _free  dq_raw in a cluster: the other block's dq threads arrive.
+// Named barriers: 1 + g within state warpgroup g (staging), kTailBarrier among all of them.
 #pragma once
-
-#include <cuda/ptx>
 
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/setmaxnreg.cuh"
 #include "cuda/ptx/stmatrix.cuh"
 #include "cuda/ptx/wgmma.cuh"
-#include "cuda/sm90/state_scan/state_scan.h"
-#include "cuda/tile/fragment.cuh"
-#include "cuda/tile/ring.cuh"
-#include "cuda/tile/sequence.cuh"
-#include "cuda/tile/swizzle.cuh"
+#include "cuda/sm90/state_scan/producer.cuh"
+#include "cuda/sm90/state_scan/raw_dq.cuh"
+#include "cuda/sm90/state_scan/shared.cuh"
 
 namespace kda::cuda::sm90 {
 
-namespace ptx = ::cuda::ptx;
-
 inline constexpr int kTailBarrier = 7;
 
+/// A state warpgroup's view of the block.
 template <class T16, class S>
-struct alignas(1024) ScanShared {
-  static constexpr int kPanel = kScanChunk * kPanelColumns;
-  struct Stage {
-    T16 w[kScanChunk * S::K];
-    T16 kg[kScanChunk * S::K];
-    T16 u[kScanChunk * S::v_tile];
-  };
-  Stage stages[S::stages];
-  T16 h[kScanWarpgroups<S>][S::K * kWarpgroupColumns];
-  T16 v_new[kScanWarpgroups<S>][kScanChunk * kWarpgroupColumns];
-  float decay[S::stages][S::K];
-  uint64_t full[S::stages];
-  uint64_t empty[S::stages];
-};
-
-/// The part of the problem a block works on at a time.
-struct ScanWork {
-  TokenRange range;
-  int64_t sequence;
-  int64_t hv;
-  int64_t v0;
-};
-
-template <class S>
-__device__ __forceinline__ int64_t scan_works(const ScanParams& p) {
-  return p.sequences.count * p.heads.HV * (p.heads.V / S::v_tile);
-}
-
-template <class S>
-__device__ __forceinline__ ScanWork scan_work(const ScanParams& p, int64_t index) {
-  const int64_t v_tiles = p.heads.V / S::v_tile;
-  ScanWork work;
-  work.v0 = index % v_tiles * S::v_tile;
-  work.hv = index / v_tiles % p.heads.HV;
-  work.sequence = index / v_tiles / p.heads.HV;
-  work.range = chunks_of(p.sequences, work.sequence);
-  return work;
-}
-
-/// Rows of chunk c that belong to the sequence. A tensor map ends rows that are not packed: they
-/// are read as zeros and not written, so that they count as valid.
-__device__ __forceinline__ int valid_rows(const ScanParams& p, const ScanWork& work, int64_t c) {
-  if (!p.sequences.cu.data) return kScanChunk;
-  const int64_t rest = work.range.end - work.range.begin - c * kScanChunk;
-  return static_cast<int>(rest < kScanChunk ? rest : kScanChunk);
-}
-
-template <class S>
-__device__ __forceinline__ void load_panel(void* to, const CUtensorMap& map, int column,
-                                           const ScanWork& work, int64_t c, uint64_t* full,
-                                           bool shared) {
-  const int32_t at[4] = {column, static_cast<int32_t>(work.hv),
-                         static_cast<int32_t>(work.range.begin + c * kScanChunk),
-                         static_cast<int32_t>(work.range.batch)};
-  if (S::cluster > 1 && shared) {
-    ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, to, &map, at, full,
-                              static_cast<uint16_t>((1 << S::cluster) - 1));
-  } else {
-    ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, to, &map, at, full);
-  }
-}
-
-/// The load warp's lane. Blocks of a cluster take the panels of w and kg in turns.
-template <class T16, class S>
-__device__ void load_tiles(ScanShared<T16, S>& shared, const ScanParams& p) {
-  constexpr int kPanels = S::K / kPanelColumns;
-  constexpr int kPanel = ScanShared<T16, S>::kPanel;
-  const int rank = S::cluster > 1 ? static_cast<int>(ptx::get_sreg_cluster_ctarank()) : 0;
-  RingPosition<S::stages> at;
-  for (int64_t index = blockIdx.x; index < scan_works<S>(p); index += gridDim.x) {
-    const ScanWork work = scan_work<S>(p, index);
-    for (int64_t c = 0; c < work.range.chunks; ++c, at.advance()) {
-      wait_for(&shared.empty[at.stage], at.parity ^ 1);
-      uint64_t* const full = &shared.full[at.stage];
-      auto& stage = shared.stages[at.stage];
-      ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, full,
-                                     static_cast<uint32_t>(sizeof(stage)));
-      for (int panel = 0; panel < 2 * kPanels; ++panel) {
-        if (panel % S::cluster != rank) continue;
-        const bool is_w = panel < kPanels;
-        const int i = panel % kPanels;
-        load_panel<S>((is_w ? stage.w : stage.kg) + i * kPanel, is_w ? p.w : p.kg,
-                      i * kPanelColumns, work, c, full, true);
-      }
-      for (int i = 0; i < kScanWarpgroups<S>; ++i) {
-        load_panel<S>(stage.u + i * kPanel, p.u, static_cast<int>(work.v0) + i * kPanelColumns,
-                      work, c, full, false);
-      }
-    }
-  }
-}
-
-template <int Width>
-struct DecayRow {
-  float value[Width];
-};
-
-/// 2^gamma of the last valid row of each chunk, K / 32 channels a lane.
-template <class T16, class S>
-__device__ void load_decay(ScanShared<T16, S>& shared, const ScanParams& p, int lane) {
-  constexpr int kWidth = S::K / 32;
-  RingPosition<S::stages> at;
-  for (int64_t index = blockIdx.x; index < scan_works<S>(p); index += gridDim.x) {
-    const ScanWork work = scan_work<S>(p, index);
-    const float* const gamma = static_cast<const float*>(p.gamma.data) +
-                               token_offset(p.gamma, work.range.batch, 0, work.hv) + kWidth * lane;
-    // One chunk ahead, so that the latency of memory is not that of a chunk.
-    const auto fetch = [&](int64_t c) {
-      DecayRow<kWidth> row;
-      const int64_t next = work.range.begin + (c + 1) * kScanChunk;
-      const int64_t last = (next < work.range.end ? next : work.range.end) - 1;
-      const float* const from = gamma + last * p.gamma.stride[1];
-      for (int i = 0; i < kWidth; i += 2) {
-        const float2 pair = __ldg(reinterpret_cast<const float2*>(from + i));
-        row.value[i] = pair.x;
-        row.value[i + 1] = pair.y;
-      }
-      return row;
-    };
-    DecayRow<kWidth> row{};
-    if (work.range.chunks > 0) row = fetch(0);
-    for (int64_t c = 0; c < work.range.chunks; ++c, at.advance()) {
-      const DecayRow<kWidth> next = c + 1 < work.range.chunks ? fetch(c + 1) : row;
-      wait_for(&shared.empty[at.stage], at.parity ^ 1);
-      for (int i = 0; i < kWidth; ++i) {
-        shared.decay[at.stage][kWidth * lane + i] = exp2f(row.value[i]);
-      }
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(&shared.full[at.stage]);
-      row = next;
-    }
-  }
-}
-
-/// A consumer warpgroup's view of the block.
-template <class T16, class S>
-struct ScanConsumer {
+struct StateConsumer {
   static constexpr int kState = S::K / 2;  ///< accumulator registers of S^T
-  using Shared = ScanShared<T16, S>;
 
-  Shared& shared;
+  ScanShared<T16, S>& shared;
   const ScanParams& p;
   int group;  ///< warpgroup
   int lane;
@@ -196,7 +60,8 @@ struct ScanConsumer {
   TransposedLane lines;
   bool leader;  ///< the thread that starts the stores
 
-  __device__ ScanConsumer(Shared& memory, const ScanParams& params, int warp, int lane_index)
+  __device__ StateConsumer(ScanShared<T16, S>& memory, const ScanParams& params, int warp,
+                           int lane_index)
       : shared(memory),
         p(params),
         group(warp / 4),
@@ -232,18 +97,19 @@ struct ScanConsumer {
       each_element(p.final_state, work, [&](int i, int64_t offset) { to[offset] = state[i]; });
   }
 
-  /// (4.13). Until the staging of h is free, then out with it.
-  __device__ __forceinline__ void stage_h(const uint32_t (&h)[kState / 2]) const {
-    const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared.h[group]));
+  /// (4.13), once the staging of h is free.
+  __device__ __forceinline__ void stage_h(const uint32_t (&h)[kState / 2], uint32_t parity) const {
     if (leader) {
-      // The store of h is older than that of v_new.
+      // The last store of h is older than that of v_new.
       if (p.v_new_rows.data) {
         ptx::cp_async_bulk_wait_group_read(ptx::n32_t<1>{});
       } else {
         ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>{});
       }
+      if constexpr (S::raw_dq) wait_for(&shared.dq.h_read, parity ^ 1);
     }
     sync();
+    const uint32_t to = shared_address(shared.h[group]);
 #pragma unroll
     for (int step = 0; step < S::K / 16; ++step) {
       stmatrix_transposed(to + lines.offset(step), h + 4 * step);
@@ -290,7 +156,7 @@ struct ScanConsumer {
       const uint32_t high = token + 1 < rows ? v_new[i] & 0xffff0000u : 0u;
       v_new[i] = low | high;
     }
-    constexpr int kThreads = kScanWarpgroups<S> * kWarpgroupThreads;
+    constexpr int kThreads = S::groups * kWarpgroupThreads;
     char* const tile = reinterpret_cast<char*>(kg);
     const int units = (kScanChunk - rows) * 8;
     for (int panel = 0; panel < S::K / kPanelColumns; ++panel) {
@@ -303,20 +169,11 @@ struct ScanConsumer {
     barrier_sync(kTailBarrier, kThreads);
   }
 
-  __device__ __forceinline__ void release(int stage) const {
-    __syncwarp();
-    if constexpr (S::cluster == 1) {
-      if (lane == 0) ptx::mbarrier_arrive(&shared.empty[stage]);
-    } else if (lane < S::cluster) {
-      ptx::mbarrier_arrive(
-          ptx::sem_release, ptx::scope_cluster, ptx::space_cluster,
-          static_cast<uint64_t*>(__cluster_map_shared_rank(&shared.empty[stage], lane)));
-    }
-  }
-
   __device__ __forceinline__ void chunk(float (&state)[kState], const ScanWork& work, int64_t c,
-                                        const RingPosition<S::stages>& position) const {
-    const int rows = valid_rows(p, work, c);
+                                        const RingPosition<S::stages>& position,
+                                        uint32_t parity) const {
+    // The tensor map ends rows that are not packed: they are read as zeros and not written.
+    const int rows = p.sequences.cu.data ? rows_of(work, c) : kScanChunk;
     auto& stage = shared.stages[position.stage];
     uint32_t h[kState / 2];
 #pragma unroll
@@ -324,7 +181,7 @@ struct ScanConsumer {
     wait_for(&shared.full[position.stage], position.parity);
 
     float product[32];
-    const PanelTile<kScanChunk> w{static_cast<uint32_t>(__cvta_generic_to_shared(stage.w))};
+    const PanelTile<kScanChunk> w{shared_address(stage.w)};
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < S::K / 16; ++step) {
@@ -334,10 +191,9 @@ struct ScanConsumer {
 
     // Under the product: h leaves, u and the decay come.
     wgmma_wait<1>();
-    if (p.has_h) stage_h(h);
+    if (S::raw_dq || p.has_h) stage_h(h, parity);
     uint32_t v_new[16];
-    const uint32_t u =
-        static_cast<uint32_t>(__cvta_generic_to_shared(stage.u + group * Shared::kPanel));
+    const uint32_t u = shared_address(stage.u + group * kTokenPanel);
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
       ldmatrix_transposed(v_new + 4 * step, u + lines.offset(step));
@@ -345,7 +201,10 @@ struct ScanConsumer {
     publish_to_async_proxy();
     if (leader) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>{});  // v_new's staging is free
     sync();
-    if (leader && p.has_h) store_h(work, c);
+    if (leader) {
+      if constexpr (S::raw_dq) ptx::mbarrier_arrive(&shared.dq.h_full);
+      if (p.has_h) store_h(work, c);
+    }
 #pragma unroll
     for (int i = 0; i < kState / 4; ++i) {
       const float2 decay =
@@ -363,7 +222,7 @@ struct ScanConsumer {
     }
     if (rows < kScanChunk) clear_tail(v_new, stage.kg, rows);
 
-    const PanelTile<kScanChunk> kg{static_cast<uint32_t>(__cvta_generic_to_shared(stage.kg))};
+    const PanelTile<kScanChunk> kg{shared_address(stage.kg)};
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kScanChunk / 16; ++step) {
@@ -371,7 +230,7 @@ struct ScanConsumer {
     }
     wgmma_commit();
     if (p.v_new_rows.data) {
-      const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared.v_new[group]));
+      const uint32_t to = shared_address(shared.v_new[group]);
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
         stmatrix_transposed(to + lines.offset(step), v_new + 4 * step);
@@ -381,17 +240,18 @@ struct ScanConsumer {
       store_v_new(work, c, rows);
     }
     wgmma_wait<0>();
-    release(position.stage);
+    ptx::mbarrier_arrive(&shared.empty[position.stage]);
   }
 
   __device__ void run() const {
     RingPosition<S::stages> position;
+    uint32_t parity = 0;  // of the chunks done
     for (int64_t index = blockIdx.x; index < scan_works<S>(p); index += gridDim.x) {
       const ScanWork work = scan_work<S>(p, index);
       float state[kState];
       load_state(state, work);
-      for (int64_t c = 0; c < work.range.chunks; ++c, position.advance()) {
-        chunk(state, work, c, position);
+      for (int64_t c = 0; c < work.range.chunks; ++c, position.advance(), parity ^= 1) {
+        chunk(state, work, c, position, parity);
       }
       store_state(state, work);
     }
@@ -400,42 +260,60 @@ struct ScanConsumer {
 };
 
 template <class T16, class S>
-__global__ void __cluster_dims__(S::cluster, 1, 1) __launch_bounds__(kScanThreads<S>, 1)
-    sm90_state_scan(const __grid_constant__ ScanParams p) {
-  extern __shared__ __align__(1024) unsigned char memory[];
-  auto& shared = *reinterpret_cast<ScanShared<T16, S>*>(memory);
-  constexpr int kConsumerWarps = 4 * kScanWarpgroups<S>;
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < S::stages; ++i) {
-      ptx::mbarrier_init(&shared.full[i], 2);
-      ptx::mbarrier_init(&shared.empty[i], kConsumerWarps * S::cluster);
-    }
-    ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+__device__ void initialise_barriers(ScanShared<T16, S>& shared) {
+  constexpr uint32_t kReaders = S::groups * kWarpgroupThreads + (S::raw_dq ? 4 : 0);
+  for (int i = 0; i < S::stages; ++i) {
+    ptx::mbarrier_init(&shared.full[i], 1 + 32);
+    ptx::mbarrier_init(&shared.empty[i], kReaders);
   }
+  if constexpr (S::raw_dq) {
+    ptx::mbarrier_init(&shared.dq.h_full, S::groups);
+    ptx::mbarrier_init(&shared.dq.h_read, 4);
+    ptx::mbarrier_init(&shared.dq.landing_full, kWarpgroupThreads);
+    ptx::mbarrier_init(&shared.dq.landing_free, kWarpgroupThreads);
+  }
+  ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+}
+
+/// All threads of the block, or of the cluster.
+template <class S>
+__device__ __forceinline__ void sync_blocks() {
   if constexpr (S::cluster > 1) {
+    __syncwarp();
     ptx::barrier_cluster_arrive();
     ptx::barrier_cluster_wait();
   } else {
     __syncthreads();
   }
-  if (warp < kConsumerWarps) {
-    if constexpr (kScanWarpgroups < S >> 1) claim_registers<kConsumerRegisters>();
-    ScanConsumer<T16, S>(shared, p, warp, lane).run();
+}
+
+template <class T16, class S>
+__global__ void __cluster_dims__(S::cluster, 1, 1) __launch_bounds__(kScanThreads<S>, 1)
+    sm90_state_scan(const __grid_constant__ ScanParams p) {
+  static_assert(kFitsHopper<T16, S>);
+  extern __shared__ __align__(1024) unsigned char memory[];
+  auto& shared = *reinterpret_cast<ScanShared<T16, S>*>(memory);
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  if (threadIdx.x == 0) initialise_barriers<T16, S>(shared);
+  sync_blocks<S>();
+  if (warp < 4 * S::groups) {
+    if constexpr (kMovesRegisters<S>) claim_registers<kStateRegisters<S>>();
+    StateConsumer<T16, S>(shared, p, warp, lane).run();
+  } else if (warp < 4 * kScanConsumers<S>) {
+    if constexpr (S::raw_dq) {
+      release_registers<kRawDqRegisters>();  // fewer than any launch gives
+      RawDqConsumer<T16, S>(shared, p, warp, lane).run();
+    }
   } else {
-    if constexpr (kScanWarpgroups < S >> 1) release_registers<kProducerRegisters>();
-    if (warp == kConsumerWarps) {
+    if constexpr (kMovesRegisters<S>) release_registers<kProducerRegisters>();
+    if (warp == 4 * kScanConsumers<S>) {
       if (lane == 0) load_tiles<T16, S>(shared, p);
-    } else if (warp == kConsumerWarps + 1) {
+    } else if (warp == 4 * kScanConsumers<S> + 1) {
       load_decay<T16, S>(shared, p, lane);
     }
   }
-  if constexpr (S::cluster > 1) {  // nobody leaves while the others still write or arrive here
-    __syncwarp();
-    ptx::barrier_cluster_arrive();
-    ptx::barrier_cluster_wait();
-  }
+  if constexpr (S::cluster > 1) sync_blocks<S>();  // the other block may still write or arrive here
 }
 
 }  // namespace kda::cuda::sm90

@@ -15,14 +15,16 @@ namespace kda::cuda::sm90 {
 
 /// Tensor maps are rank 4, innermost dimension first: (K, HV, T, B), (V, HV, T, B), (V, K, HV, NC).
 struct ScanParams {
-  CUtensorMap kg, w;  ///< boxes of 64 channels x 64 tokens
-  CUtensorMap u;      ///< boxes of 64 columns x 64 tokens
-  CUtensorMap h;      ///< boxes of 64 columns x K channels
-  CUtensorMap v_new;  ///< as u
+  CUtensorMap kg, w;   ///< boxes of 64 channels x 64 tokens
+  CUtensorMap u;       ///< boxes of 64 columns x 64 tokens
+  CUtensorMap grad_o;  ///< as u; only with dq_raw
+  CUtensorMap h;       ///< boxes of 64 columns x K channels
+  CUtensorMap v_new;   ///< as u
   Tensor gamma;
   Tensor initial_state;
   Tensor final_state;
   Tensor v_new_rows;  ///< absent: v_new is not wanted
+  Tensor dq_raw;
   Heads heads;
   Sequences sequences;
   bool has_h;
@@ -36,17 +38,22 @@ struct ScanKernel {
   std::size_t shared_bytes;
 };
 
+/// A scan, and dq_raw if both its tensors are there.
+struct ScanRequest {
+  StateScanParams scan;
+  Tensor grad_o, dq_raw;
+};
+
 /// "" or the feature of the problem that the kernel lacks.
 std::string state_scan_obstacle(const Problem& problem);
 
-/// Every address can be reached by TMA: multiples of 16.
-bool state_scan_takes(const StateScanParams& params);
+/// TMA and vector loads reach every address: multiples of 16.
+bool is_aligned(const ScanRequest& request);
 
-/// The scan of a problem without obstacle, the same as the generic launch_state_scan.
-Status launch_state_scan(const StateScanParams& params, bool fp64, cudaStream_t stream);
+/// The scan of a problem without obstacle.
+Status launch_state_scan(const ScanRequest& request, bool fp64, cudaStream_t stream);
 
-/// The same with a shape of the caller's choice; V must be a multiple of v_tile * cluster.
-Status launch_state_scan(const StateScanParams& params, const ScanKernel& kernel,
-                         cudaStream_t stream);
+/// The same by a kernel of the caller's choice.
+Status launch_state_scan(const ScanRequest& request, const ScanKernel& kernel, cudaStream_t stream);
 
 }  // namespace kda::cuda::sm90
