@@ -23,16 +23,6 @@ using enum TensorId;
 
 const Device kGpu{DeviceType::kCuda, 0};
 
-std::string no_hopper() {
-  if (std::string reason = no_gpu(); !reason.empty()) return reason;
-  int major = 0;
-  require(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
-  return major == 9 ? "" : "the GPU is no Hopper";
-}
-
-#define KDA_NEEDS_HOPPER() \
-  if (const std::string reason = no_hopper(); !reason.empty()) GTEST_SKIP() << reason
-
 Options choosing(std::string_view name) {
   Options options;
   options.implementation = name;

@@ -169,8 +169,6 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[64], const uint32_t* a, uint
 #undef KDA_WGMMA_RS64
 #undef KDA_WGMMA_SS64
 #undef KDA_WGMMA_RS128
-#undef KDA_WGMMA_D32
-#undef KDA_WGMMA_OUT32
 #undef KDA_WGMMA_SS32
 
 }  // namespace kda::cuda
