@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <ctime>
 
 namespace kda::bench {
 namespace {
@@ -31,6 +32,23 @@ void require(cudaError_t error) {
   if (error == cudaSuccess) return;
   std::fprintf(stderr, "CUDA: %s\n", cudaGetErrorString(error));
   std::exit(1);
+}
+
+std::string run_header(int argc, char** argv) {
+  cudaDeviceProp properties;
+  require(cudaGetDeviceProperties(&properties, 0));
+  const std::time_t now = std::time(nullptr);
+  std::string date(32, '\0');
+  date.resize(std::strftime(date.data(), date.size(), "%FT%TZ", std::gmtime(&now)));
+  std::string command;
+  for (int i = 0; i < argc; ++i) {
+    std::string word = argv[i];
+    if (i == 0) word = word.substr(word.find_last_of('/') + 1);
+    command += (i > 0 ? " " : "") + word;
+  }
+  return "\"machine\": \"" + std::string(properties.name) + "; " +
+         std::to_string(properties.multiProcessorCount) + " SMs\", \"date\": \"" + date +
+         "\", \"command\": \"" + command + "\"";
 }
 
 Buffer::Buffer(std::size_t bytes) : bytes_(bytes) { require(cudaMalloc(&data_, bytes)); }

@@ -6,12 +6,16 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <string>
 #include <vector>
 
 namespace kda::bench {
 
 /// Ends the program with the error's text.
 void require(cudaError_t error);
+
+/// `"machine": ..., "date": ..., "command": ...`, the head of a results file.
+std::string run_header(int argc, char** argv);
 
 /// Memory that frees itself.
 class Buffer {
