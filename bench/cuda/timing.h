@@ -17,7 +17,7 @@ void require(cudaError_t error);
 /// `"machine": ..., "date": ..., "command": ...`, the head of a results file.
 std::string run_header(int argc, char** argv);
 
-/// Memory that frees itself.
+/// Memory of one arena, which is reused when no buffer is left.
 class Buffer {
  public:
   explicit Buffer(std::size_t bytes);

@@ -30,15 +30,25 @@ constexpr Implementation generic(std::string_view name, Operation operation) {
   return {name, kFamily, operation, DeviceType::kCuda, kGeneric, create<function>};
 }
 
-constexpr std::array kRows = {
+Result<std::unique_ptr<Executor>> make_state_scan([[maybe_unused]] const Problem& problem,
+                                                  [[maybe_unused]] const Device& device,
+                                                  [[maybe_unused]] const Options& options) {
 #if KDA_HAS_SM90
+  return cuda::sm90::make_state_scan(problem, device, options);
+#else
+  return Status(StatusCode::kUnsupported,
+                "this build holds no code for compute capability 9.0; rebuild with 90a in "
+                "CMAKE_CUDA_ARCHITECTURES");
+#endif
+}
+
+constexpr std::array kRows = {
     Implementation{
         "sm90_state_scan", kHopper, Operation::kStateScan, DeviceType::kCuda,
         "Hopper (sm_90): bf16 or fp16 with K of 64 or 128, V a multiple of 64, "
         "chunk_size 64, fp32 gamma and states, rows of 16 bytes; dq_raw with V of 64, 128 "
         "or 256",
-        cuda::sm90::make_state_scan},
-#endif
+        make_state_scan},
     generic<cuda::chunk_fwd>("cuda_chunk_fwd", Operation::kChunkForward),
     generic<cuda::chunk_bwd>("cuda_chunk_bwd", Operation::kChunkBackward),
     Implementation{"sm90_recurrent", kHopper, Operation::kRecurrent, DeviceType::kCuda,

@@ -13,16 +13,16 @@
 // recurrence passes through shared memory.
 //
 // Shared memory, bytes, K = 128:   narrow     wide   narrow, dq   wide, dq   wide, dq, cluster
-//   stages                              4        3            3          2                   2
+//   stages                              3        2            3          2                   2
 //   a stage: w, kg                  32768    32768        32768      32768               32768
 //            u                       8192    16384         8192      16384               16384
 //            do                                            8192      16384               16384
 //   staging of h                    16384    32768        16384      32768               32768
 //   staging of v_new                 8192    16384         8192      16384               16384
-//   decay, 512 a stage               2048     1536         1536       1024                1024
+//   decay, 512 a stage               1536     1024         1536       1024                1024
 //   landing of partial dq                                    16         16               16384
-//   barriers                           64       48           80         64                  64
-//   sum, rounded up to 1024        190464   198656       174080     182272              197632
+//   barriers                           48       32           80         64                  64
+//   sum, rounded up to 1024        149504   149504       174080     182272              198656
 //
 // Barriers (mbarriers, the first two per stage):
 //   full     33 arrivals + bytes: the load lane arms it and TMA completes it, the lanes of the
