@@ -5,6 +5,9 @@
 #include "cuda/generic/pipeline.h"
 #include "cuda/recurrent/recurrent_op.h"
 #include "cuda/sm90/recurrent/recurrent.h"
+#if KDA_HAS_SM90
+#include "cuda/sm90/state_scan/state_scan_op.h"
+#endif
 
 namespace kda {
 namespace {
@@ -28,6 +31,12 @@ constexpr Implementation generic(std::string_view name, Operation operation) {
 }
 
 constexpr std::array kRows = {
+#if KDA_HAS_SM90
+    Implementation{"sm90_state_scan", kHopper, Operation::kStateScan, DeviceType::kCuda,
+                   "Hopper (sm_90): bf16 or fp16 with K of 64 or 128, V a multiple of 64, "
+                   "chunk_size 64, fp32 gamma and states, rows of 16 bytes; no dq_raw",
+                   cuda::sm90::make_state_scan},
+#endif
     generic<cuda::chunk_fwd>("cuda_chunk_fwd", Operation::kChunkForward),
     generic<cuda::chunk_bwd>("cuda_chunk_bwd", Operation::kChunkBackward),
     Implementation{"sm90_recurrent", kHopper, Operation::kRecurrent, DeviceType::kCuda,

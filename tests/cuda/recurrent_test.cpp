@@ -68,7 +68,7 @@ struct Decode {
 
 #define KDA_NEEDS_HOPPER(decode)                                                              \
   KDA_NEEDS_GPU();                                                                            \
-  if (const Status status = supports((decode).problem, {DeviceType::kCuda, 0}, {kHopper, 0}); \
+  if (const Status status = supports((decode).problem, {DeviceType::kCuda, 0}, 0, {kHopper, 0}); \
       !status.ok())                                                                           \
   GTEST_SKIP() << status.message()
 
@@ -304,7 +304,7 @@ TEST(CudaRecurrent, StridedPoolKeepsItsGaps) {
   }
   TensorMap inputs = decode.c.inputs;
   inputs[kInitialState] = before;
-  DeviceCase device(decode.problem, inputs, {kHopper, 0});
+  DeviceCase device(decode.problem, inputs, 0, {kHopper, 0});
   Args args = device.args();
   args.out(kFinalState, args[kInitialState]);
   ASSERT_EQ(device.plan().run(args).message(), "");
@@ -337,7 +337,7 @@ TEST(CudaRecurrent, GraphFollowsOtherSlotsAndCounts) {
   decode.give(kStateIndices, std::vector<double>(kSequences, -1));
   decode.give(kNumAccepted, std::vector<double>(kSequences, 0));
   KDA_NEEDS_HOPPER(decode);
-  DeviceCase device(decode.problem, decode.c.inputs, {kHopper, 0});
+  DeviceCase device(decode.problem, decode.c.inputs, 0, {kHopper, 0});
   Args args = device.args();
   args.out(kFinalState, args[kInitialState]);
   cudaStream_t stream = nullptr;

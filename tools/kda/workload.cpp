@@ -67,6 +67,10 @@ Problem stage(Operation operation, const Sizes& sizes, DType io) {
   return problem;
 }
 
+bool decodes(Suite suite, const Sizes& sizes) {
+  return suite == Suite::kDecode || (suite == Suite::kHost && sizes.T == 1);
+}
+
 /// The first token rows of a small tensor, repeated over B rows of T tokens.
 HostTensor repeated(const HostTensor& small, int64_t B, int64_t T) {
   std::vector<int64_t> shape = small.shape;
@@ -105,6 +109,8 @@ std::vector<Sizes> shapes_of(Suite suite, DeviceType device) {
         return shapes;
       }
       return {shape(1, 1, 32, 32, 128, 128), shape(32, 1, 32, 32, 128, 128)};
+    case Suite::kHost:
+      return {shape(1, 64, 4, 4, 128, 128), shape(1, 1, 4, 4, 128, 128)};
     case Suite::kStages:
       return {cuda ? shape(1, 8192, 96, 96, 128, 128) : shape(1, 4096, 4, 4, 128, 128)};
     default:
@@ -121,7 +127,7 @@ std::vector<Sizes> shapes_of(Suite suite, DeviceType device) {
 
 std::vector<Workload> workloads_of(Suite suite, const Sizes& sizes, const BenchOptions& options) {
   std::vector<Workload> list;
-  switch (suite) {
+  switch (decodes(suite, sizes) ? Suite::kDecode : suite) {
     case Suite::kDecode:
       for (const DType state : {DType::kF32, DType::kBF16}) {
         for (const bool v_first : {false, true}) {

@@ -14,7 +14,8 @@ struct Workload {
   bool state_in_place = false;  ///< final_state is initial_state, as in decoding
 };
 
-enum class Suite { kShape, kTrain, kPrefill, kDecode, kStages };
+/// kHost times the host side of small calls, the others the device.
+enum class Suite { kShape, kTrain, kPrefill, kDecode, kStages, kHost };
 
 /// What a training or serving system passes: normalisation, gate and sigmoid inside the operator.
 struct BenchOptions {

@@ -228,7 +228,9 @@ __device__ __forceinline__ void load_keys(Token<Real, K, COLUMNS>* tokens, const
       raw[j] = load_raw<Real>(g, g_base + slot * g.stride[1]);
     }
     Gate<Real> gate;
-    if (p.gate.A_log.data) gate.slope = exp(convert<Real>(asked.A_log, p.gate.A_log.dtype));
+    if (p.gate.A_log.data) {
+      gate.slope = gate_slope(p.gate, convert<Real>(asked.A_log, p.gate.A_log.dtype));
+    }
     if (p.gate.dt_bias.data) gate.bias = convert<Real>(asked.dt_bias, p.gate.dt_bias.dtype);
 #pragma unroll
     for (int j = 0; j < kTokenBatch; ++j) {
