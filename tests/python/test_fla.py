@@ -87,6 +87,16 @@ def test_decode_pattern_of_vllm(fla):
         assert torch.equal(alone[0, 0], o[0, i]) and torch.equal(state[0], pool[slot])
 
 
+def test_the_way_back_to_fla_does_not_come_here(fla):
+    x = inputs(8)
+    before = native_kda.fla.hits()
+    for name in ("chunk_kda", "fused_recurrent_kda"):
+        with pytest.raises(Exception):  # there is no Triton on the CPU
+            native_kda.fla.original(name)(**x, **FLAGS)
+    assert native_kda.fla.hits() == before
+    assert fla.chunk_kda(**x, **FLAGS)[0] is not None
+
+
 def refusal(function, arguments):
     try:
         function(**arguments)
