@@ -6,12 +6,12 @@
 #   tools/gpu_check.sh BUILD_DIR    checks what BUILD_DIR holds
 #
 # KDA_RESULTS: where the benchmark files go (default bench/results). KDA_CASES_DIR: more case files.
-# KDA_PARTS: a subset of "tests verify sanitizer decode train", where the last two are benchmarks.
+# KDA_PARTS: a subset of "tests verify sanitizer decode train stages host"; the last four are benchmarks.
 # Exits 0 if every part passed.
 set -u
 cd "$(dirname "$0")/.." || exit 2
 
-parts=${KDA_PARTS:-tests verify sanitizer decode train}
+parts=${KDA_PARTS:-tests verify sanitizer decode train stages host}
 results=${KDA_RESULTS:-bench/results}
 if [ $# -gt 0 ]; then
   build=$1
@@ -42,6 +42,7 @@ gtest() { "$@" --gtest_brief=1; }
 if wanted tests; then
   run cuda_tests gtest "$build/tests/cuda/kda_cuda_tests"
   run stored_cases gtest "$build/tests/cases/kda_cases_test" --gtest_filter='*cuda*'
+  run reports gtest "$build/tests/property/kda_report_tests" --gtest_filter='*/cuda'
   RC_PARAMS="seed=1 max_success=${KDA_PROPERTY_CASES:-40}"
   export RC_PARAMS
   run properties gtest "$build/tests/property/kda_property_tests"
@@ -70,7 +71,7 @@ if wanted sanitizer; then
   fi
 fi
 
-for suite in decode train; do
+for suite in decode train stages host; do
   wanted "$suite" || continue
   run "bench_$suite" "$kda" bench --suite "$suite" --device cuda --json >"$results/cuda_$suite.json"
   cat "$results/cuda_$suite.json"

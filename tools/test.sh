@@ -110,8 +110,12 @@ step_python() {
 }
 
 step_cuda() {
-  PATH=$PATH:/usr/local/cuda/bin:$PWD/build/cuda-toolkit/bin \
-    build cuda-release kda_program kda_cuda_tests
+  local PATH=$PATH:/usr/local/cuda/bin:$PWD/build/cuda-toolkit/bin
+  build cuda-release kda_program kda_cuda_tests
+  # Registers, spills and lost wgmma overlap of the Hopper kernels, from ptxas.
+  cmake --preset cuda-sm90 -B build/ptxas -DCMAKE_CUDA_FLAGS=-Xptxas=-v --log-level=WARNING \
+    -Wno-dev "${launchers[@]}"
+  cmake --build build/ptxas --target kda_sm90 --clean-first 2>&1 | tools/kernel_resources.py
 }
 
 if [[ $setup == yes ]]; then

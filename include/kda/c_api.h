@@ -106,7 +106,8 @@ typedef enum kda_tensor_id KDA_INT32 {
   KDA_DQ_PARTIAL,
   KDA_DK_PARTIAL,
   KDA_DG_PARTIAL,
-  KDA_DBETA_PARTIAL
+  KDA_DBETA_PARTIAL,
+  KDA_NUM_ACCEPTED
 } kda_tensor_id;
 
 /* Capacity of the arrays below; more than there are tensors, so that the layout stays. */

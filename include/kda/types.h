@@ -114,8 +114,9 @@ enum class TensorId : int32_t {
   kDkPartial,
   kDgPartial,
   kDbetaPartial,
+  kNumAccepted,
 };
-inline constexpr int kTensorCount = 40;
+inline constexpr int kTensorCount = 41;
 
 /// The name used in messages and case files, for example "A_log" or "initial_state".
 std::string_view name_of(TensorId id);

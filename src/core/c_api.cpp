@@ -20,7 +20,7 @@ namespace {
 using kda::Status;
 using kda::StatusCode;
 
-static_assert(static_cast<int>(KDA_DBETA_PARTIAL) + 1 == kda::kTensorCount);
+static_assert(static_cast<int>(KDA_NUM_ACCEPTED) + 1 == kda::kTensorCount);
 static_assert(kda::kTensorCount <= KDA_MAX_TENSORS);
 static_assert(static_cast<int>(KDA_INTRA_BACKWARD) + 1 == kda::kOperationCount);
 

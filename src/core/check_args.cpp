@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <utility>
 
 #include <fmt/format.h>
 
@@ -61,15 +62,19 @@ bool are_states(TensorId a, TensorId b) {
          (a == TensorId::kFinalState && b == TensorId::kInitialState);
 }
 
-/// Slots that no sequence names are not written: in a pool of its own they would stay undefined.
-Status check_pool(const Problem& problem, const Args& args) {
-  if (!problem.has(TensorId::kStateIndices) ||
-      same_memory(problem, args, TensorId::kInitialState, TensorId::kFinalState)) {
-    return {};
+/// Slots that no sequence names and states that keep no token are not written: in memory of their
+/// own they would stay undefined.
+Status check_in_place(const Problem& problem, const Args& args) {
+  if (same_memory(problem, args, TensorId::kInitialState, TensorId::kFinalState)) return {};
+  for (const auto& [id, what] : {std::pair{TensorId::kStateIndices, "the pool is"},
+                                 std::pair{TensorId::kNumAccepted, "states are"}}) {
+    if (!problem.has(id)) continue;
+    return {StatusCode::kInvalidArgument,
+            fmt::format("final_state: with {} it must be the same memory as initial_state "
+                        "(address, dtype and strides): {} updated in place",
+                        name_of(id), what)};
   }
-  return {StatusCode::kInvalidArgument,
-          "final_state: with state_indices it must be the same memory as initial_state (address, "
-          "dtype and strides): the pool is updated in place"};
+  return {};
 }
 
 Status overlap(TensorId id, std::string_view other, std::string_view unless = "") {
@@ -109,7 +114,7 @@ Status check_args(const Problem& problem, const Args& args, std::size_t workspac
     ranges[count++] = {spec.id, spec.role,       address, end - size_of(layout.dtype),
                        end,     is_dense(layout)};
   }
-  if (Status status = check_pool(problem, args); !status.ok()) return status;
+  if (Status status = check_in_place(problem, args); !status.ok()) return status;
   const auto workspace = reinterpret_cast<std::uintptr_t>(args.workspace);
   if (args.workspace_bytes < workspace_bytes || (workspace_bytes > 0 && workspace == 0)) {
     return {StatusCode::kInvalidArgument,

@@ -86,6 +86,8 @@ constexpr std::array kRecurrentTensors = {
     kSpecH0,
     kSpecCu,
     TensorSpec{kStateIndices, kIn, kOpt, "[N]", kInt32, "pool slot of each sequence; -1 skips it"},
+    TensorSpec{kNumAccepted, kIn, kOpt, "[N]", kInt32,
+               "how many first tokens of each sequence run"},
     TensorSpec{kO, kOut, kReq, kValueShape, kFloatIo, "outputs"},
     TensorSpec{kFinalState, kOut, kOpt, kStateShape, kFloat, "state after; may be initial_state"},
 };

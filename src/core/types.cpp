@@ -8,26 +8,28 @@
 namespace kda {
 namespace {
 
-constexpr std::array<std::string_view, kTensorCount> kTensorNames = {"q",          "k",
-                                                                     "v",          "g",
-                                                                     "beta",       "A_log",
-                                                                     "dt_bias",    "initial_state",
-                                                                     "cu_seqlens", "state_indices",
-                                                                     "do",         "dfinal_state",
-                                                                     "o",          "final_state",
-                                                                     "dq",         "dk",
-                                                                     "dv",         "dg",
-                                                                     "dbeta",      "dA_log",
-                                                                     "ddt_bias",   "dinitial_state",
-                                                                     "gamma",      "Aqk",
-                                                                     "A",          "w",
-                                                                     "u",          "kg",
-                                                                     "qg",         "h",
-                                                                     "v_new",      "dq_raw",
-                                                                     "dh",         "dv_new",
-                                                                     "dP",         "dL",
-                                                                     "dq_partial", "dk_partial",
-                                                                     "dg_partial", "dbeta_partial"};
+constexpr std::array<std::string_view, kTensorCount> kTensorNames = {
+    "q",           "k",
+    "v",           "g",
+    "beta",        "A_log",
+    "dt_bias",     "initial_state",
+    "cu_seqlens",  "state_indices",
+    "do",          "dfinal_state",
+    "o",           "final_state",
+    "dq",          "dk",
+    "dv",          "dg",
+    "dbeta",       "dA_log",
+    "ddt_bias",    "dinitial_state",
+    "gamma",       "Aqk",
+    "A",           "w",
+    "u",           "kg",
+    "qg",          "h",
+    "v_new",       "dq_raw",
+    "dh",          "dv_new",
+    "dP",          "dL",
+    "dq_partial",  "dk_partial",
+    "dg_partial",  "dbeta_partial",
+    "num_accepted"};
 
 constexpr std::array<std::string_view, kOperationCount> kOperationNames = {
     "chunk_fwd",  "chunk_bwd", "recurrent",    "gate_cumsum", "intra",    "wu",

@@ -335,6 +335,8 @@ Status check_needs(const Problem& problem) {
       Need{Operation::kStateScan, TensorId::kDqRaw, TensorId::kDo},
       Need{Operation::kRecurrent, TensorId::kStateIndices, TensorId::kInitialState},
       Need{Operation::kRecurrent, TensorId::kStateIndices, TensorId::kFinalState},
+      Need{Operation::kRecurrent, TensorId::kNumAccepted, TensorId::kInitialState},
+      Need{Operation::kRecurrent, TensorId::kNumAccepted, TensorId::kFinalState},
   };
   for (const Need& need : kNeeds) {
     if (problem.operation == need.operation && problem.has(need.output) &&

@@ -61,6 +61,7 @@ class CpuExecutor final : public Executor {
     if (!list.ok()) return list.status();
     Run run(problem(), args, std::move(*list));
     if (Status status = check_indices(run); !status.ok()) return status;
+    if (Status status = check_counts(run); !status.ok()) return status;
     zero_padding(problem(), args, run.list);
     if (by_chunk(kernel_.kind)) list_chunks(run);
     auto* shared = static_cast<std::byte*>(args.workspace);
@@ -118,6 +119,24 @@ class CpuExecutor final : public Executor {
                             i, slot)};
       }
       used[static_cast<std::size_t>(slot)] = true;
+    }
+    return {};
+  }
+
+  /// num_accepted: at most the tokens of the sequence; of a skipped sequence it says nothing.
+  static Status check_counts(const Run& run) {
+    const View& accepted = run[TensorId::kNumAccepted];
+    const View& indices = run[TensorId::kStateIndices];
+    if (!accepted) return {};
+    for (const Sequence& sequence : run.list.sequences) {
+      int32_t slot = 0;
+      int32_t count;
+      if (indices) std::memcpy(&slot, indices.at(sequence.index), sizeof slot);
+      std::memcpy(&count, accepted.at(sequence.index), sizeof count);
+      if (slot < 0 || (count >= 0 && count <= sequence.length())) continue;
+      return {StatusCode::kInvalidArgument,
+              fmt::format("num_accepted[{}]: found {}, expected 0..{}, the tokens of the sequence",
+                          sequence.index, count, sequence.length())};
     }
     return {};
   }

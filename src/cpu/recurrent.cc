@@ -164,26 +164,40 @@ bool direct(const Dims& s, const Rows& rows) {
   return rows && rows.dtype == DType::kF32 && rows.col == 1 && s.V % kPad == 0;
 }
 
-void zero_outputs(const Run& run, int64_t sequence, int64_t hv, const RecurrentScratch& w) {
+/// How many tokens of a sequence run; -1 in place of a slot means none.
+int64_t token_count(const Run& run, int64_t sequence, int64_t slot) {
+  const View& accepted = run[TensorId::kNumAccepted];
+  if (slot < 0) return 0;
+  if (!accepted) return run.list.sequences[static_cast<std::size_t>(sequence)].length();
+  int32_t count;
+  std::memcpy(&count, accepted.at(sequence), sizeof count);
+  return count;
+}
+
+/// Zeros in o for the tokens from `first` on.
+void zero_outputs(const Run& run, int64_t sequence, int64_t hv, int64_t first,
+                  const RecurrentScratch& w) {
   const Dims& s = run.dims;
+  const Sequence& tokens = run.list.sequences[static_cast<std::size_t>(sequence)];
   zero_tile(w.o, s.ldv, 1, s.Vp);
-  const Chunk whole = run.chunk(sequence, 0);
-  Rows rows = run.tokens(TensorId::kO, whole, hv);
-  for (int64_t t = 0; t < run.list.sequences[static_cast<std::size_t>(sequence)].length(); ++t) {
+  const Chunk rest{tokens.batch, tokens.begin + first, tokens.length() - first, 0, sequence};
+  Rows rows = run.tokens(TensorId::kO, rest, hv);
+  for (int64_t t = first; t < tokens.length(); ++t) {
     store_tile(w.o, s.ldv, rows, 1, s.V);
     rows.data += rows.row * static_cast<int64_t>(size_of(rows.dtype));
   }
 }
 
-/// All tokens of a sequence, `state` leading from the first state to the last.
-void run_tokens(const Run& run, int64_t sequence, int64_t hv, StatePair state,
+/// The first `count` tokens of a sequence, `state` leading from the first state to the last.
+void run_tokens(const Run& run, int64_t sequence, int64_t hv, int64_t count, StatePair state,
                 const RecurrentScratch& w) {
   const Dims& s = run.dims;
   const Sequence& tokens = run.list.sequences[static_cast<std::size_t>(sequence)];
   const GateTerms gate = load_gate(run, hv, w.bias);
   Token block[kBlock];
-  for (int64_t begin = tokens.begin; begin < tokens.end; begin += kBlock) {
-    const Chunk part{tokens.batch, begin, std::min(kBlock, tokens.end - begin), 0, sequence};
+  const int64_t end = tokens.begin + count;
+  for (int64_t begin = tokens.begin; begin < end; begin += kBlock) {
+    const Chunk part{tokens.batch, begin, std::min(kBlock, end - begin), 0, sequence};
     load_tokens(run, part, hv, gate, w, block);
     step_block(s, block, part.tokens, state);
     state.from = state.to;
@@ -199,10 +213,12 @@ void recurrent(const Run& run, const Task& task) {
   Arena arena(task.scratch);
   const RecurrentScratch w(run.problem, s, arena);
   const int64_t slot = state_row(run, sequence);
-  if (slot < 0) return zero_outputs(run, sequence, hv, w);
+  const int64_t count = token_count(run, sequence, slot);
+  zero_outputs(run, sequence, hv, count, w);
+  if (slot < 0 || (count == 0 && run[TensorId::kNumAccepted])) return;
   const Rows initial = run.state(TensorId::kInitialState, slot, hv);
   const Rows final = run.state(TensorId::kFinalState, slot, hv);
-  const bool empty = run.list.sequences[static_cast<std::size_t>(sequence)].length() == 0;
+  const bool empty = count == 0;
   StatePair state{w.h, s.ldv, w.h, s.ldv};
   const bool to_memory = direct(s, final) && !empty;
   if (to_memory) state.to = reinterpret_cast<float*>(final.data), state.ld_to = final.row;
@@ -212,7 +228,7 @@ void recurrent(const Run& run, const Task& task) {
   } else {
     load_state(initial, s, w.h);
   }
-  run_tokens(run, sequence, hv, state, w);
+  run_tokens(run, sequence, hv, count, state, w);
   if (!to_memory) store_state(w.h, s, final);
 }
 

@@ -51,16 +51,22 @@ void store_scores(const Run& run, const Preprocess& inputs) {
   });
 }
 
-/// One sequence and value head; `slot` is its row in the states.
-void run_sequence(const Run& run, const Preprocess& inputs, const Sequence& sequence, int64_t slot,
+/// What a sequence does: its row in the states, -1 for none, and how many tokens run.
+struct Share {
+  int64_t slot;
+  int64_t count;
+};
+
+/// One sequence and value head.
+void run_sequence(const Run& run, const Preprocess& inputs, const Sequence& sequence, Share share,
                   int64_t head, ForwardScratch& scratch) {
   const int64_t K = run.problem.sizes.K;
   const int64_t V = run.problem.sizes.V;
   const int64_t C = run.problem.chunk_size;
   const View o = run.view(TensorId::kO);
   const View h = run.view(TensorId::kH);
-  load_state(run.state(TensorId::kInitialState), slot, head, K, V, scratch.S);
-  for (int64_t t = sequence.begin; t < sequence.end; ++t) {
+  load_state(run.state(TensorId::kInitialState), share.slot, head, K, V, scratch.S);
+  for (int64_t t = sequence.begin; t < sequence.begin + share.count; ++t) {
     const int64_t i = t - sequence.begin;
     if (i % C == 0) store_state(h, sequence.first_chunk + i / C, head, K, V, scratch.S);
     scratch.token.load(inputs, {sequence.batch, t, head}, K);
@@ -68,15 +74,15 @@ void run_sequence(const Run& run, const Preprocess& inputs, const Sequence& sequ
     read_state(scratch.token.q, run.problem.effective_scale(), K, V, scratch.S, scratch.o);
     store_row(o.at(sequence.batch, t, head), o.dtype, scratch.o, V, o.stride[3]);
   }
-  store_state(run.state(TensorId::kFinalState), slot, head, K, V, scratch.S);
+  store_state(run.state(TensorId::kFinalState), share.slot, head, K, V, scratch.S);
 }
 
-/// A skipped sequence gives zeros.
-void skip_sequence(const Run& run, const Sequence& sequence, int64_t head,
-                   ForwardScratch& scratch) {
+/// Zeros in o for the tokens that do not run.
+void skip_tokens(const Run& run, const Sequence& sequence, Share share, int64_t head,
+                 ForwardScratch& scratch) {
   const View o = run.view(TensorId::kO);
   std::fill_n(scratch.o, run.problem.sizes.V, 0.0);
-  for (int64_t t = sequence.begin; t < sequence.end; ++t) {
+  for (int64_t t = sequence.begin + share.count; t < sequence.end; ++t) {
     store_row(o.at(sequence.batch, t, head), o.dtype, scratch.o, run.problem.sizes.V, o.stride[3]);
   }
 }
@@ -86,17 +92,16 @@ Status wrong_slot(int64_t sequence, int32_t slot, const std::string& expected) {
           fmt::format("state_indices[{}]: found {}, expected {}", sequence, slot, expected)};
 }
 
-/// The pool slot of every sequence, checked; the sequence's own index without state_indices.
-Result<std::vector<int64_t>> read_slots(const Run& run) {
+/// The pool slots, checked; a sequence's own index without state_indices.
+Status read_slots(const Run& run, std::vector<Share>& shares) {
   const View indices = run.view(TensorId::kStateIndices);
-  std::vector<int64_t> slots(run.list.sequences.size());
   std::vector<bool> used(indices ? static_cast<std::size_t>(run.problem.sizes.P) : 0);
-  for (std::size_t n = 0; n < slots.size(); ++n) {
+  for (std::size_t n = 0; n < shares.size(); ++n) {
     const auto row = static_cast<int64_t>(n);
-    slots[n] = row;
+    shares[n].slot = row;
     if (!indices) continue;
     const auto slot = static_cast<int32_t>(load_element(indices.at(row), indices.dtype));
-    slots[n] = slot;
+    shares[n].slot = slot;
     if (slot == -1) continue;
     if (slot < -1 || slot >= run.problem.sizes.P) {
       return wrong_slot(row, slot, fmt::format("-1..{}", run.problem.sizes.P - 1));
@@ -106,7 +111,26 @@ Result<std::vector<int64_t>> read_slots(const Run& run) {
     }
     used[static_cast<std::size_t>(slot)] = true;
   }
-  return slots;
+  return {};
+}
+
+/// The counts of tokens, checked; all of a sequence without num_accepted, none of a skipped one.
+Status read_counts(const Run& run, std::vector<Share>& shares) {
+  const View accepted = run.view(TensorId::kNumAccepted);
+  for (std::size_t n = 0; n < shares.size(); ++n) {
+    const auto row = static_cast<int64_t>(n);
+    const int64_t length = run.list.sequences[n].length();
+    shares[n].count = shares[n].slot < 0 ? 0 : length;
+    if (!accepted || shares[n].slot < 0) continue;
+    const auto count = static_cast<int32_t>(load_element(accepted.at(row), accepted.dtype));
+    if (count < 0 || count > length) {
+      return {StatusCode::kInvalidArgument,
+              fmt::format("num_accepted[{}]: found {}, expected 0..{}, the tokens of the sequence",
+                          row, count, length)};
+    }
+    shares[n].count = count;
+  }
+  return {};
 }
 
 }  // namespace
@@ -141,28 +165,30 @@ int64_t chunk_forward_scratch(const Problem& problem) {
 
 Status chunk_forward(const Run& run) {
   const Preprocess inputs(run.problem, run.args);
-  for_sequences(run, run.problem.sizes.HV,
-                [&](const Sequence& sequence, int64_t head, Carver carver) {
-                  ForwardScratch scratch(run.problem, carver);
-                  run_sequence(run, inputs, sequence, sequence.index, head, scratch);
-                });
+  for_sequences(
+      run, run.problem.sizes.HV, [&](const Sequence& sequence, int64_t head, Carver carver) {
+        ForwardScratch scratch(run.problem, carver);
+        run_sequence(run, inputs, sequence, {sequence.index, sequence.length()}, head, scratch);
+      });
   store_scores(run, inputs);
   return {};
 }
 
 Status recurrent(const Run& run) {
-  Result<std::vector<int64_t>> slots = read_slots(run);
-  if (!slots.ok()) return slots.status();
+  std::vector<Share> shares(run.list.sequences.size());
+  if (Status status = read_slots(run, shares); !status.ok()) return status;
+  if (Status status = read_counts(run, shares); !status.ok()) return status;
   const Preprocess inputs(run.problem, run.args);
   for_sequences(run, run.problem.sizes.HV,
                 [&](const Sequence& sequence, int64_t head, Carver carver) {
                   ForwardScratch scratch(run.problem, carver);
-                  const int64_t slot = (*slots)[static_cast<std::size_t>(sequence.index)];
-                  if (slot < 0) {
-                    skip_sequence(run, sequence, head, scratch);
-                  } else {
-                    run_sequence(run, inputs, sequence, slot, head, scratch);
+                  const Share share = shares[static_cast<std::size_t>(sequence.index)];
+                  // With num_accepted states are updated in place: without a token they stay.
+                  const bool stays = share.count == 0 && run.view(TensorId::kNumAccepted);
+                  if (share.slot >= 0 && !stays) {
+                    run_sequence(run, inputs, sequence, share, head, scratch);
                   }
+                  skip_tokens(run, sequence, share, head, scratch);
                 });
   return {};
 }

@@ -306,6 +306,7 @@ inline GateTerms load_gate(const Run& run, int64_t hv, float* bias) {
   load_tile(run.head_row(TensorId::kDtBias, hv), 1, run.dims.K, bias, 0, 1);
   alignas(64) float a_log[kPad];
   load_tile(run.head_row(TensorId::kALog, hv), 1, 1, a_log, 0, 1);
+  constexpr double kLeast = std::numeric_limits<float>::min();
   constexpr double kMost = std::numeric_limits<float>::max();
   const auto A_log = static_cast<double>(a_log[0]);
   const bool softplus = run.problem.gate == Gate::kSoftplus;
@@ -313,13 +314,13 @@ inline GateTerms load_gate(const Run& run, int64_t hv, float* bias) {
   const double log_scale = softplus ? A_log : std::log(scale);
   GateTerms gate{run.problem.gate,
                  1.0f,
-                 static_cast<float>(std::min(scale, kMost)),
+                 static_cast<float>(std::clamp(scale, kLeast, kMost)),
                  scale > kMost,
                  {static_cast<float>(log_scale), 0.0f},
                  bias};
   gate.log_scale[1] = static_cast<float>(log_scale - static_cast<double>(gate.log_scale[0]));
-  // A finite slope, so that 0 stays 0 times it; x is as good as infinite all the same.
-  if (!softplus) gate.slope = static_cast<float>(std::min(std::exp(A_log), kMost));
+  // Neither 0 nor infinite, so that infinity and 0 keep their meaning times it.
+  if (!softplus) gate.slope = static_cast<float>(std::clamp(std::exp(A_log), kLeast, kMost));
   return gate;
 }
 

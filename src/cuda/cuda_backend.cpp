@@ -4,6 +4,10 @@
 #include "cuda/device.h"
 #include "cuda/generic/pipeline.h"
 #include "cuda/recurrent/recurrent_op.h"
+#include "cuda/sm90/recurrent/recurrent.h"
+#if KDA_HAS_SM90
+#include "cuda/sm90/state_scan/state_scan_op.h"
+#endif
 
 namespace kda {
 namespace {
@@ -17,6 +21,7 @@ Result<std::unique_ptr<Executor>> create(const Problem& problem, const Device& d
 }
 
 constexpr std::string_view kFamily = "cuda";
+constexpr std::string_view kHopper = "sm90";
 constexpr std::string_view kGeneric =
     "all options, head sizes, dtypes and strides; computes in fp32, with any fp64 tensor in fp64";
 
@@ -26,8 +31,17 @@ constexpr Implementation generic(std::string_view name, Operation operation) {
 }
 
 constexpr std::array kRows = {
+#if KDA_HAS_SM90
+    Implementation{"sm90_state_scan", kHopper, Operation::kStateScan, DeviceType::kCuda,
+                   "Hopper (sm_90): bf16 or fp16 with K of 64 or 128, V a multiple of 64, "
+                   "chunk_size 64, fp32 gamma and states, rows of 16 bytes; no dq_raw",
+                   cuda::sm90::make_state_scan},
+#endif
     generic<cuda::chunk_fwd>("cuda_chunk_fwd", Operation::kChunkForward),
     generic<cuda::chunk_bwd>("cuda_chunk_bwd", Operation::kChunkBackward),
+    Implementation{"sm90_recurrent", kHopper, Operation::kRecurrent, DeviceType::kCuda,
+                   "K = V = 128, contiguous states of fp32 or bf16; the bits of cuda_recurrent",
+                   cuda::sm90::make_recurrent},
     Implementation{"cuda_recurrent", kFamily, Operation::kRecurrent, DeviceType::kCuda,
                    "everything; at the speed of memory for K of 64 or 128 with fp32 or bf16 states "
                    "in 16-byte rows",

@@ -3,24 +3,17 @@
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 
+#include "cuda/device_check.h"
+
 namespace kda {
 
 std::string cuda_device_problem() {
-  int count = 0;
-  const cudaError_t error = cudaGetDeviceCount(&count);
-  if (error == cudaSuccess && count > 0) return "";
+  cuda::DriverFacts facts;
+  facts.error = cudaGetDeviceCount(&facts.devices);
+  if (facts.error == cudaSuccess && facts.devices > 0) return "";
   cudaGetLastError();  // a failed query must not surface in the caller's next CUDA call
-  int driver = 0;
-  if (cudaDriverGetVersion(&driver) == cudaSuccess && driver == 0) {
-    return "no CUDA driver is installed";
-  }
-  if (error == cudaErrorInsufficientDriver) {
-    return fmt::format(
-        "the CUDA driver supports CUDA {}.{}, this build needs {}.{}; update the "
-        "driver",
-        driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
-  }
-  return error == cudaSuccess ? "no CUDA device is visible" : cudaGetErrorString(error);
+  if (cudaDriverGetVersion(&facts.version) != cudaSuccess) cudaGetLastError();
+  return cuda::driver_problem(facts);
 }
 
 std::vector<DeviceInfo> cuda_device_infos() {

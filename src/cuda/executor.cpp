@@ -8,33 +8,24 @@
 
 #include "core/view.h"
 #include "cuda/device.h"
+#include "cuda/device_check.h"
 #include "cuda/generic/stages.h"
 #include "cuda/launch.h"
 
 namespace kda::cuda {
 namespace {
 
-constexpr int kLeastMajor = 8;  // sm_80: the oldest architecture that is compiled for
 constexpr std::size_t kAlignment = 256;
 
 Status check_address(std::string_view name, const void* address, const Device& device) {
-  cudaPointerAttributes attributes;
-  if (const cudaError_t error = cudaPointerGetAttributes(&attributes, address);
-      error != cudaSuccess) {
-    return device_error(fmt::format("{}: address {}", name, address).c_str(), error);
+  AddressFacts facts;
+  facts.error = cudaPointerGetAttributes(&facts.attributes, address);
+  if (facts.error == cudaSuccess && facts.attributes.type == cudaMemoryTypeUnregistered) {
+    int pageable = 0;
+    cudaDeviceGetAttribute(&pageable, cudaDevAttrPageableMemoryAccess, device.index);
+    facts.pageable = pageable != 0;
   }
-  if (attributes.type == cudaMemoryTypeDevice && attributes.device != device.index) {
-    return {StatusCode::kInvalidArgument,
-            fmt::format("{}: its memory is on cuda:{}, expected the plan's device cuda:{}", name,
-                        attributes.device, device.index)};
-  }
-  if (attributes.type != cudaMemoryTypeUnregistered) return {};
-  int pageable = 0;
-  cudaDeviceGetAttribute(&pageable, cudaDevAttrPageableMemoryAccess, device.index);
-  if (pageable != 0) return {};
-  return {StatusCode::kInvalidArgument,
-          fmt::format("{}: address {} is host memory, expected memory of cuda:{}", name, address,
-                      device.index)};
+  return check_address_facts(name, address, facts, device);
 }
 
 }  // namespace
@@ -43,36 +34,20 @@ Status check_device(const Device& device) {
   if (std::string reason = cuda_device_problem(); !reason.empty()) {
     return {StatusCode::kUnsupported, reason};
   }
-  int count = 0;
-  if (const cudaError_t error = cudaGetDeviceCount(&count); error != cudaSuccess) {
+  DeviceFacts facts{device};
+  if (const cudaError_t error = cudaGetDeviceCount(&facts.devices); error != cudaSuccess) {
     return device_error("number of devices", error);
   }
-  if (device.index < 0 || device.index >= count) {
-    return {StatusCode::kInvalidArgument,
-            fmt::format("device index: found {}, expected 0..{}", device.index, count - 1)};
-  }
-  int major = 0;
-  int minor = 0;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device.index);
-  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device.index);
-  if (major < kLeastMajor) {
-    return {StatusCode::kUnsupported,
-            fmt::format("cuda:{} has compute capability {}.{}, {}.0 or more is needed",
-                        device.index, major, minor, kLeastMajor)};
-  }
+  cudaDeviceGetAttribute(&facts.major, cudaDevAttrComputeCapabilityMajor, device.index);
+  cudaDeviceGetAttribute(&facts.minor, cudaDevAttrComputeCapabilityMinor, device.index);
+  cudaGetLastError();  // of a device that is not there
+  if (Status status = check_device_facts(facts); !status.ok()) return status;
   const DeviceGuard guard(device.index);
   if (!guard.status().ok()) return guard.status();
   cudaFuncAttributes attributes;
-  const cudaError_t error = cudaFuncGetAttributes(&attributes, chunk_table_kernel());
-  if (error == cudaSuccess) return {};
-  cudaGetLastError();
-  if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
-    return {StatusCode::kUnsupported,
-            fmt::format("this build holds no code for compute capability {}.{}; rebuild with it "
-                        "in CMAKE_CUDA_ARCHITECTURES",
-                        major, minor)};
-  }
-  return device_error(fmt::format("device cuda:{}", device.index).c_str(), error);
+  facts.code = cudaFuncGetAttributes(&attributes, chunk_table_kernel());
+  if (facts.code != cudaSuccess) cudaGetLastError();
+  return check_device_facts(facts);
 }
 
 Status CudaExecutor::run(const Args& args, void* stream) const {
@@ -141,9 +116,12 @@ Heads heads_of(const Problem& problem) {
 }
 
 GateParams gate_of(const Problem& problem, const Args& args) {
-  return {tensor_of(problem, args, TensorId::kG), tensor_of(problem, args, TensorId::kALog),
-          tensor_of(problem, args, TensorId::kDtBias), static_cast<int32_t>(problem.gate),
-          problem.lower_bound};
+  return {tensor_of(problem, args, TensorId::kG),
+          tensor_of(problem, args, TensorId::kALog),
+          tensor_of(problem, args, TensorId::kDtBias),
+          static_cast<int32_t>(problem.gate),
+          problem.lower_bound,
+          problem.gate == Gate::kLowerBound ? std::log(-problem.lower_bound) : 0};
 }
 
 bool computes_in_fp64(const Problem& problem) {

@@ -1,6 +1,9 @@
 #include "cuda/launch.h"
 
 #include <algorithm>
+#include <array>
+#include <atomic>
+#include <mutex>
 
 #include <fmt/format.h>
 
@@ -8,7 +11,60 @@ namespace kda::cuda {
 namespace {
 
 constexpr int64_t kMaxGrid = 0x7fffffff;
-constexpr std::size_t kSharedWithoutAsking = 48 * 1024;
+constexpr std::size_t kSharedWithoutAsking = std::size_t{48} << 10;
+
+/// How much shared memory each kernel was allowed on each device, so that the driver is asked once.
+/// A kernel or device beyond the table asks at every launch.
+class SharedMemoryLimits {
+ public:
+  cudaError_t raise(const void* kernel, std::size_t bytes) {
+    int device = 0;
+    if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+    std::atomic<std::size_t>* const allowed = find(kernel, device);
+    if (allowed != nullptr && allowed->load(std::memory_order_acquire) >= bytes) {
+      return cudaSuccess;
+    }
+    const std::lock_guard lock(mutex_);  // or a smaller request could overtake a larger one
+    if (allowed != nullptr && allowed->load(std::memory_order_relaxed) >= bytes) {
+      return cudaSuccess;
+    }
+    const cudaError_t error = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+    if (error == cudaSuccess && allowed != nullptr) {
+      allowed->store(bytes, std::memory_order_release);
+    }
+    return error;
+  }
+
+ private:
+  static constexpr int kKernels = 128;
+  static constexpr int kDevices = 16;
+  struct Entry {
+    std::atomic<const void*> kernel{nullptr};
+    std::array<std::atomic<std::size_t>, kDevices> allowed{};
+  };
+
+  std::atomic<std::size_t>* find(const void* kernel, int device) {
+    if (device >= kDevices) return nullptr;
+    const std::size_t hash = reinterpret_cast<std::uintptr_t>(kernel) / 16;
+    for (std::size_t step = 0; step < kKernels; ++step) {
+      Entry& entry = entries_[(hash + step) % kKernels];
+      const void* owner = nullptr;
+      if (entry.kernel.compare_exchange_strong(owner, kernel) || owner == kernel) {
+        return &entry.allowed[static_cast<std::size_t>(device)];
+      }
+    }
+    return nullptr;
+  }
+
+  std::array<Entry, kKernels> entries_;
+  std::mutex mutex_;
+};
+
+SharedMemoryLimits& shared_memory_limits() {
+  static SharedMemoryLimits limits;
+  return limits;
+}
 
 }  // namespace
 
@@ -27,11 +83,20 @@ Status launch_raw(const LaunchShape& shape, const void* kernel, void** arguments
   const dim3 block(static_cast<unsigned>(shape.threads));
   cudaError_t error = cudaSuccess;
   if (shape.shared_bytes > kSharedWithoutAsking) {
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 static_cast<int>(shape.shared_bytes));
+    error = shared_memory_limits().raise(kernel, shape.shared_bytes);
   }
   if (error == cudaSuccess) {
-    error = cudaLaunchKernel(kernel, grid, block, arguments, shape.shared_bytes, stream);
+    cudaLaunchAttribute early{};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.dynamicSmemBytes = shape.shared_bytes;
+    config.stream = stream;
+    config.attrs = &early;
+    config.numAttrs = shape.starts_early ? 1 : 0;
+    error = cudaLaunchKernelExC(&config, kernel, arguments);
   }
   if (error == cudaSuccess) return {};
   cudaGetLastError();

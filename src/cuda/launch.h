@@ -17,6 +17,9 @@ struct LaunchShape {
   int64_t tiles;
   int32_t threads;
   std::size_t shared_bytes = 0;
+  /// The kernel may start before the one ahead of it in the stream has ended, and waits for it by
+  /// cudaGridDependencySynchronize (sm_90 on).
+  bool starts_early = false;
 };
 
 /// Raises the shared memory limit where needed and launches. Nothing happens for 0 tiles.

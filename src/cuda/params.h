@@ -41,6 +41,7 @@ struct GateParams {
   Tensor dt_bias;
   int32_t kind = 0;  ///< value of kda::Gate
   double lower_bound = 0;
+  double log_bound = 0;  ///< log(-lower_bound) if there is one
 };
 
 /// Heads and head sizes.

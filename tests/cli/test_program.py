@@ -528,6 +528,13 @@ class Bench(ProgramTest):
                     self.assertGreater(row["copy_share"], 0)
                     self.assertGreaterEqual(row["flop"], 0)
 
+    def test_the_cost_of_a_call_is_a_matter_of_devices(self):
+        result = kda("bench", "--suite", "host", "--repeat", "1", "--device", "cpu", "--json")
+        self.check(result, 3)
+        for row in self.lines(result)[1:]:
+            self.assertEqual(row["kind"], "unsupported")
+            self.assertIn("on the CPU the call is the computation", row["error"])
+
     def test_bytes_and_flop_of_a_shape_are_those_of_the_formulae(self):
         result = kda("bench", "--shape", "1,64,1,1,128,128", "--repeat", "1", "--device", "cpu",
                      "--json")

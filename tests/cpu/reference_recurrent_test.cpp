@@ -96,6 +96,47 @@ TEST(ReferenceRecurrent, WrongPoolSlotsAreNamed) {
             "state_indices[2]: found 2, expected a slot that no earlier sequence has");
 }
 
+TEST(ReferenceRecurrent, OnlyAcceptedTokensRun) {
+  Problem problem = decode(4, 3);
+  problem.set(kNumAccepted, DType::kI32);
+  Tensors inputs = random_inputs(problem, 45);
+  inputs[kNumAccepted] = {2, 0, 3, 1};
+  const Tensors outputs = run(problem, inputs, {.in_place = true});
+  constexpr std::size_t kRow = std::size_t{2} * 3;  // HV, V
+  for (std::size_t n = 0; n < 4; ++n) {
+    const auto count = static_cast<std::size_t>(inputs[kNumAccepted][n]);
+    Problem alone = decode(1, static_cast<int64_t>(count));
+    Tensors part{{kALog, inputs.at(kALog)}, {kInitialState, state_of(inputs.at(kInitialState), n)}};
+    for (TensorId id : {kQ, kK, kV, kG, kBeta}) {
+      const Values& all = inputs.at(id);
+      const std::size_t width = all.size() / 12;
+      part[id] = Values(all.begin() + static_cast<std::ptrdiff_t>(n * 3 * width),
+                        all.begin() + static_cast<std::ptrdiff_t>((n * 3 + count) * width));
+    }
+    const Tensors expected = run(alone, part);
+    EXPECT_EQ(state_of(outputs.at(kFinalState), n), expected.at(kFinalState)) << n;
+    for (std::size_t i = 0; i < 3 * kRow; ++i) {
+      EXPECT_EQ(outputs.at(kO)[n * 3 * kRow + i], i < count * kRow ? expected.at(kO)[i] : 0) << n;
+    }
+  }
+}
+
+TEST(ReferenceRecurrent, WrongCountsOfAcceptedTokensAreNamed) {
+  Problem problem = pooled();
+  problem.set(kNumAccepted, DType::kI32);
+  Tensors inputs = random_inputs(problem, 46);
+  inputs[kStateIndices] = {4, -1, 0};
+  const auto message = [&](const Values& counts) {
+    inputs[kNumAccepted] = counts;
+    return try_run(problem, inputs, {.in_place = true}).status().message();
+  };
+  EXPECT_EQ(message({0, 0, 3}),
+            "num_accepted[2]: found 3, expected 0..2, the tokens of the sequence");
+  EXPECT_EQ(message({-1, 0, 2}),
+            "num_accepted[0]: found -1, expected 0..2, the tokens of the sequence");
+  EXPECT_EQ(message({1, -7, 2}), "") << "a skipped sequence has no count";
+}
+
 TEST(ReferenceRecurrent, EmptyInputsKeepTheState) {
   const Problem nothing = decode(2, 0);
   const Tensors inputs = random_inputs(nothing, 44);

@@ -18,28 +18,10 @@ using cases::HostTensor;
 using cases::TensorMap;
 using enum TensorId;
 
-/// Packed, with everything inside: the longest chain of kernels.
-CaseSpec packed_spec(std::vector<int64_t> cu) {
-  CaseSpec spec;
-  spec.sizes = {1, 300, 2, 4, 64, 48, 0, 0};
-  spec.io = DType::kBF16;
-  spec.gate = Gate::kSoftplus;
-  spec.qk_l2norm = true;
-  spec.beta_sigmoid = true;
-  spec.cu_seqlens = std::move(cu);
-  return spec;
-}
-
 HostTensor starts(std::initializer_list<int64_t> values) {
   HostTensor cu(DType::kI64, {static_cast<int64_t>(values.size())});
   std::copy(values.begin(), values.end(), reinterpret_cast<int64_t*>(cu.bytes.data()));
   return cu;
-}
-
-Problem recurrent_problem(const Case& c) {
-  Problem problem = forward_problem(c);
-  problem.operation = Operation::kRecurrent;
-  return problem;
 }
 
 /// Both directions of a case, and the recurrent step.
@@ -47,24 +29,9 @@ std::vector<Problem> problems_of(const Case& c) {
   return {forward_problem(c), backward_problem(c), recurrent_problem(c)};
 }
 
-class Stream {
- public:
-  Stream() { require(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
-  ~Stream() { cudaStreamDestroy(stream_); }
-  Stream(const Stream&) = delete;
-  operator cudaStream_t() const { return stream_; }  // NOLINT(google-explicit-constructor)
-
- private:
-  cudaStream_t stream_ = nullptr;
-};
-
-void expect_same_bits(const TensorMap& a, const TensorMap& b) {
-  ASSERT_EQ(a.size(), b.size());
-  for (const auto& [id, tensor] : a) EXPECT_EQ(tensor.bytes, b.at(id).bytes) << name_of(id);
-}
-
-// GRAPH-04: the sequences are read by the kernels, so a captured graph follows them.
-TEST(CudaContract, GraphFollowsOtherSequences) {
+// The sequences are read by the kernels, so a captured graph follows them. Capture in global mode
+// fails on any synchronisation, allocation or copy to the host.
+TEST(CudaReports, GRAPH_04_GRAPH_07_VARLEN_06_GraphFollowsOtherSequences) {
   KDA_NEEDS_GPU();
   const Case c = cases::generate(packed_spec({0, 65, 65, 193, 300}));
   for (const Problem& problem : problems_of(c)) {
@@ -84,8 +51,8 @@ TEST(CudaContract, GraphFollowsOtherSequences) {
   }
 }
 
-// VARLEN-12: values that no host check sees must not lead out of bounds; the next call is right.
-TEST(CudaContract, WrongSequencesStayInBounds) {
+// Values that no host check sees must not lead out of bounds; the next call is right.
+TEST(CudaReports, VARLEN_12_WrongSequencesStayInBounds) {
   KDA_NEEDS_GPU();
   const Case c = cases::generate(packed_spec({0, 65, 65, 193, 300}));
   constexpr int64_t kHuge = int64_t{1} << 60;
@@ -106,8 +73,8 @@ TEST(CudaContract, WrongSequencesStayInBounds) {
   }
 }
 
-// PAGED-01..03: no index leads outside the pool.
-TEST(CudaContract, IndicesOutsideThePoolAreSkipped) {
+// No index leads outside the pool.
+TEST(CudaReports, PAGED_01_PAGED_02_PAGED_03_IndicesOutsideThePoolAreSkipped) {
   KDA_NEEDS_GPU();
   CaseSpec spec;
   spec.sizes = {4, 3, 2, 2, 64, 64, 0, 0};
@@ -157,7 +124,7 @@ TEST(CudaContract, ThreadsShareAPlan) {
   for (const TensorMap& result : results) expect_same_bits(expected.outputs(), result);
 }
 
-TEST(CudaContract, WrongDeviceOrMemoryIsNamed) {
+TEST(CudaReports, DEV_01_WrongDeviceOrMemoryIsNamed) {
   KDA_NEEDS_GPU();
   const Case c = cases::generate(packed_spec({0, 300}));
   const Problem problem = forward_problem(c);
@@ -175,10 +142,6 @@ TEST(CudaContract, WrongDeviceOrMemoryIsNamed) {
     EXPECT_EQ(host.code(), StatusCode::kInvalidArgument);
     EXPECT_EQ(host.message().rfind("q: ", 0), 0U) << host.message();
   }
-  args = device.args();
-  args.in(kQ, device[kQ].at(1));
-  EXPECT_EQ(device.plan().run(args).code(), StatusCode::kInvalidArgument) << "misaligned";
-  EXPECT_NO_THROW(device.run()) << "the next call works";
 }
 
 TEST(CudaContract, TheCurrentDeviceStays) {

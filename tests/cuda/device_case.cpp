@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include <gtest/gtest.h>
+
 #include "kda/backend.h"
 
 namespace kda::test {
@@ -47,8 +49,9 @@ cases::HostTensor DeviceBuffer::store(DType dtype, std::vector<int64_t> shape) c
   return tensor;
 }
 
-DeviceCase::DeviceCase(const Problem& problem, const cases::TensorMap& inputs)
-    : plan_(make_plan(problem, {DeviceType::kCuda, 0}).value()),
+DeviceCase::DeviceCase(const Problem& problem, const cases::TensorMap& inputs, int device,
+                       const Options& options)
+    : plan_(make_plan(problem, {DeviceType::kCuda, device}, options).value()),
       workspace_(plan_.workspace_bytes()) {
   for (const TensorSpec& spec : tensors_of(problem.operation)) {
     if (!problem.has(spec.id)) continue;
@@ -82,6 +85,28 @@ cases::TensorMap DeviceCase::outputs() const {
         layout.dtype, {layout.shape.begin(), layout.shape.begin() + layout.rank});
   }
   return result;
+}
+
+void expect_same_bits(const cases::TensorMap& a, const cases::TensorMap& b) {
+  ASSERT_EQ(a.size(), b.size());
+  for (const auto& [id, tensor] : a) EXPECT_EQ(tensor.bytes, b.at(id).bytes) << name_of(id);
+}
+
+Problem recurrent_problem(const cases::Case& c) {
+  Problem problem = forward_problem(c);
+  problem.operation = Operation::kRecurrent;
+  return problem;
+}
+
+cases::CaseSpec packed_spec(std::vector<int64_t> cu) {
+  cases::CaseSpec spec;
+  spec.sizes = {1, 300, 2, 4, 64, 48, 0, 0};
+  spec.io = DType::kBF16;
+  spec.gate = Gate::kSoftplus;
+  spec.qk_l2norm = true;
+  spec.beta_sigmoid = true;
+  spec.cu_seqlens = std::move(cu);
+  return spec;
 }
 
 Graph::Graph(const Plan& plan, const Args& args, cudaStream_t stream) {

@@ -5,10 +5,12 @@
 #include <map>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include <cuda_runtime_api.h>
 
 #include "case.h"
+#include "generate.h"
 #include "kda/plan.h"
 
 namespace kda::test {
@@ -43,10 +45,11 @@ class DeviceBuffer {
   std::size_t bytes_ = 0;
 };
 
-/// A problem with all its tensors and its workspace on device 0.
+/// A problem with all its tensors and its workspace on a device, which has to be the current one.
 class DeviceCase {
  public:
-  DeviceCase(const Problem& problem, const cases::TensorMap& inputs);
+  DeviceCase(const Problem& problem, const cases::TensorMap& inputs, int device = 0,
+             const Options& options = {});
 
   const Plan& plan() const { return plan_; }
   const Args& args() const { return args_; }
@@ -63,6 +66,18 @@ class DeviceCase {
   Args args_;
 };
 
+/// A stream that does not wait for the default one.
+class Stream {
+ public:
+  Stream() { require(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
+  ~Stream() { cudaStreamDestroy(stream_); }
+  Stream(const Stream&) = delete;
+  operator cudaStream_t() const { return stream_; }  // NOLINT(google-explicit-constructor)
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
 /// A captured run.
 class Graph {
  public:
@@ -75,5 +90,14 @@ class Graph {
   cudaGraph_t graph_ = nullptr;
   cudaGraphExec_t executable_ = nullptr;
 };
+
+/// Every output bit for bit.
+void expect_same_bits(const cases::TensorMap& a, const cases::TensorMap& b);
+
+/// The forward of a case, token by token.
+Problem recurrent_problem(const cases::Case& c);
+
+/// Packed, with everything inside: the longest chain of kernels.
+cases::CaseSpec packed_spec(std::vector<int64_t> cu);
 
 }  // namespace kda::test

@@ -64,14 +64,7 @@ void expect_alone(const Case& c, const Problem& problem, const TensorMap& all, i
   }
 }
 
-Problem recurrent_problem(const Case& c) {
-  Problem problem = forward_problem(c);
-  problem.operation = Operation::kRecurrent;
-  return problem;
-}
-
-// VARLEN-09.
-TEST(CudaLarge, ManySequencesTimesHeads) {
+TEST(CudaReports, VARLEN_09_ManySequencesTimesHeads) {
   KDA_NEEDS_GPU();
   constexpr int64_t kCount = 2050;
   constexpr int64_t kLength = 16;
@@ -90,8 +83,7 @@ TEST(CudaLarge, ManySequencesTimesHeads) {
   }
 }
 
-// VARLEN-10.
-TEST(CudaLarge, DecodeOfSeventyThousandSequences) {
+TEST(CudaReports, VARLEN_10_DecodeOfSeventyThousandSequences) {
   KDA_NEEDS_GPU();
   constexpr int64_t kCount = 70000;
   CaseSpec spec;
@@ -108,8 +100,8 @@ TEST(CudaLarge, DecodeOfSeventyThousandSequences) {
   }
 }
 
-// INDEX-04: slot x HV x K x V passes 2^31 from slot 2048 on.
-TEST(CudaLarge, PoolBeyondTwoToThe31Elements) {
+// slot x HV x K x V passes 2^31 from slot 2048 on.
+TEST(CudaReports, INDEX_04_PoolBeyondTwoToThe31Elements) {
   KDA_NEEDS_MEMORY(10);
   constexpr int64_t kSlots = 2100;
   constexpr int64_t kHeads = 64;
@@ -158,70 +150,149 @@ TEST(CudaLarge, PoolBeyondTwoToThe31Elements) {
   }
 }
 
-// INDEX-01: T HV K and NC HV K V pass 2^31. The inputs are windows that slide over little memory.
-TEST(CudaLarge, SequenceBeyondTwoToThe31Elements) {
-  KDA_NEEDS_MEMORY(95);
-  constexpr int64_t kHeads = 96;
-  constexpr int64_t kTokens = 180224;
-  constexpr int64_t kDim = 128;
-  constexpr int64_t kStep = 8;
-  CaseSpec spec;
-  spec.sizes = {1, 4096, 4, 4, kDim, kDim, 0, 0};
-  spec.io = DType::kBF16;
-  spec.qk_l2norm = true;
-  spec.gradients = false;
-  spec.initial_state = false;
-  const Case source = cases::generate(spec);
-  Problem problem = forward_problem(source);
-  problem.sizes.T = kTokens;
-  problem.sizes.H = problem.sizes.HV = kHeads;
-  problem.set(kFinalState, DType::kNone);
-  for (const TensorId id : {kQ, kK, kV, kG}) {
-    problem.set(id, TensorLayout::strided(source.input(id)->dtype, {1, kTokens, kHeads, kDim},
-                                          {1, kStep, kDim, 1}));
-  }
-  problem.set(kBeta, TensorLayout::strided(DType::kF32, {1, kTokens, kHeads}, {1, 0, 1}));
-  problem.set(kO, DType::kBF16).set(kH, DType::kF32);
-  const Plan plan = make_plan(problem, {DeviceType::kCuda, 0}).value();
+/// Problems of 96 heads and K = V = 128 whose inputs are windows that slide over little memory.
+class SlidingWindows {
+ public:
+  static constexpr int64_t kHeads = 96;
+  static constexpr int64_t kDim = 128;
 
-  std::map<TensorId, DeviceBuffer> buffers;
-  Args args;
-  for (const TensorId id : {kQ, kK, kV, kG, kBeta}) {
-    args.in(id, buffers.emplace(id, DeviceBuffer(*source.input(id))).first->second.address());
+  SlidingWindows() : source_(cases::generate(spec())) {
+    for (const TensorId id : {kQ, kK, kV, kG, kBeta, kDo}) {
+      memory_.emplace(id, DeviceBuffer(*source_.input(id)));
+    }
   }
-  const DeviceBuffer o(static_cast<std::size_t>(plan.problem().bytes(kO)));
-  const DeviceBuffer h(static_cast<std::size_t>(plan.problem().bytes(kH)));
+
+  /// Every input without states, no output.
+  Problem problem(Operation operation, int64_t T) const {
+    Problem problem = operation == Operation::kChunkForward ? forward_problem(source_)
+                                                            : backward_problem(source_);
+    problem.sizes.T = T;
+    problem.sizes.H = problem.sizes.HV = kHeads;
+    for (const TensorSpec& spec : tensors_of(operation)) {
+      if (!problem.has(spec.id)) continue;
+      const DType dtype = problem[spec.id].dtype;
+      if (spec.role != Role::kInput) {
+        problem.set(spec.id, DType::kNone);
+      } else if (spec.id == kBeta) {
+        problem.set(kBeta, TensorLayout::strided(dtype, {1, T, kHeads}, {1, 0, 1}));
+      } else {
+        problem.set(spec.id,
+                    TensorLayout::strided(dtype, {1, T, kHeads, kDim}, {1, kStep, kDim, 1}));
+      }
+    }
+    return problem;
+  }
+
+  /// The inputs from token `begin` on.
+  Args args(int64_t begin) const {
+    Args args;
+    for (const auto& [id, buffer] : memory_) {
+      const int64_t step = id == kBeta ? 0 : kStep * static_cast<int64_t>(size_of(dtype(id)));
+      args.in(id, buffer.at(static_cast<std::size_t>(begin * step)));
+    }
+    return args;
+  }
+
+ private:
+  static constexpr int64_t kStep = 8;
+
+  static CaseSpec spec() {
+    CaseSpec spec;
+    spec.sizes = {1, 4096, 4, 4, kDim, kDim, 0, 0};
+    spec.io = DType::kBF16;
+    spec.qk_l2norm = true;
+    spec.initial_state = spec.dfinal_state = false;
+    return spec;
+  }
+  DType dtype(TensorId id) const { return source_.input(id)->dtype; }
+
+  Case source_;
+  std::map<TensorId, DeviceBuffer> memory_;
+};
+
+using Buffers = std::map<TensorId, DeviceBuffer>;
+
+/// Runs with outputs and a workspace of its own.
+Buffers outputs_of(const Problem& problem, Args args) {
+  const Plan plan = make_plan(problem, {DeviceType::kCuda, 0}).value();
+  Buffers outputs;
+  for (const TensorSpec& spec : tensors_of(problem.operation)) {
+    if (spec.role == Role::kInput || !problem.has(spec.id)) continue;
+    const auto bytes = static_cast<std::size_t>(plan.problem().bytes(spec.id));
+    args.out(spec.id, outputs.emplace(spec.id, DeviceBuffer(bytes)).first->second.address());
+  }
   const DeviceBuffer workspace(plan.workspace_bytes());
-  args.out(kO, o.address()).out(kH, h.address());
   args.workspace = workspace.address();
   args.workspace_bytes = plan.workspace_bytes();
-  ASSERT_TRUE(plan.run(args).ok());
+  if (Status status = plan.run(args); !status.ok()) throw Error(status);
   require(cudaDeviceSynchronize());
+  return outputs;
+}
 
-  // The last chunk again, from the state that entered it.
-  Problem last = problem;
-  constexpr int64_t kBegin = kTokens - 64;
-  last.sizes.T = 64;
-  for (const TensorId id : {kQ, kK, kV, kG}) {
-    last.set(id,
-             TensorLayout::strided(problem[id].dtype, {1, 64, kHeads, kDim}, {1, kStep, kDim, 1}));
-    args.in(id, buffers.at(id).at(static_cast<std::size_t>(kBegin * kStep) *
-                                  size_of(problem[id].dtype)));
+std::vector<std::byte> bytes_at(const DeviceBuffer& buffer, std::size_t offset, std::size_t count) {
+  std::vector<std::byte> bytes(count);
+  require(cudaMemcpy(bytes.data(), buffer.at(offset), count, cudaMemcpyDeviceToHost));
+  return bytes;
+}
+
+constexpr std::size_t kStateBytes =
+    std::size_t{4} * SlidingWindows::kHeads * SlidingWindows::kDim * SlidingWindows::kDim;
+
+// T HV K and NC HV K V pass 2^31. The last chunk again, from the state that entered it.
+TEST(CudaReports, INDEX_01_SequenceBeyondTwoToThe31Elements) {
+  KDA_NEEDS_MEMORY(95);
+  constexpr int64_t kTokens = 180224;
+  const SlidingWindows windows;
+  Problem problem = windows.problem(Operation::kChunkForward, kTokens);
+  problem.set(kO, DType::kBF16).set(kH, DType::kF32);
+  const Buffers whole = outputs_of(problem, windows.args(0));
+
+  Problem last = windows.problem(Operation::kChunkForward, 64);
+  last.set(kO, DType::kBF16).set(kInitialState, DType::kF32);
+  Args args = windows.args(kTokens - 64);
+  args.in(kInitialState, whole.at(kH).at((kTokens / 64 - 1) * kStateBytes));
+  const Buffers tail = outputs_of(last, args);
+  constexpr std::size_t kRow = std::size_t{2} * SlidingWindows::kHeads * SlidingWindows::kDim;
+  EXPECT_EQ(bytes_at(whole.at(kO), (kTokens - 64) * kRow, 64 * kRow),
+            bytes_at(tail.at(kO), 0, 64 * kRow));
+}
+
+// h, dh and the offsets of the gradients pass 2^31. The last chunk again, alone.
+TEST(CudaReports, INDEX_01_BackwardBeyondTwoToThe31Elements) {
+  KDA_NEEDS_MEMORY(95);
+  constexpr int64_t kTokens = 90112;
+  constexpr int64_t kHeads = SlidingWindows::kHeads;
+  constexpr int64_t kDim = SlidingWindows::kDim;
+  constexpr int64_t kRow = 2 * kHeads * kDim;  // every second row is left out
+  const SlidingWindows windows;
+  Problem forward = windows.problem(Operation::kChunkForward, kTokens);
+  forward.set(kO, DType::kBF16).set(kH, DType::kF32);
+  const Buffers states = outputs_of(forward, windows.args(0));
+
+  const auto with_gradients = [](Problem problem) {
+    for (const TensorId id : {kDq, kDk, kDv, kDg}) {
+      problem.set(id, TensorLayout::strided(DType::kBF16, {1, problem.sizes.T, kHeads, kDim},
+                                            {problem.sizes.T * kRow, kRow, kDim, 1}));
+    }
+    return problem.set(kDbeta, DType::kF32);
+  };
+  const Buffers whole = outputs_of(
+      with_gradients(windows.problem(Operation::kChunkBackward, kTokens)), windows.args(0));
+
+  Problem last = with_gradients(windows.problem(Operation::kChunkBackward, 64));
+  last.set(kInitialState, DType::kF32);
+  Args args = windows.args(kTokens - 64);
+  args.in(kInitialState, states.at(kH).at((kTokens / 64 - 1) * kStateBytes));
+  const Buffers tail = outputs_of(last, args);
+  constexpr std::size_t kBytes = std::size_t{2} * (63 * kRow + kHeads * kDim);
+  for (const TensorId id : {kDq, kDk, kDv, kDg}) {
+    EXPECT_EQ(bytes_at(whole.at(id), (kTokens - 64) * std::size_t{2} * kRow, kBytes),
+              bytes_at(tail.at(id), 0, kBytes))
+        << name_of(id);
   }
-  last.set(kBeta, TensorLayout::strided(DType::kF32, {1, 64, kHeads}, {1, 0, 1}));
-  last.set(kH, DType::kNone).set(kInitialState, DType::kF32);
-  const Plan again = make_plan(last, {DeviceType::kCuda, 0}).value();
-  const auto bytes = static_cast<std::size_t>(again.problem().bytes(kO));
-  const DeviceBuffer tail(bytes);
-  args.out(kO, tail.address());
-  args.in(kInitialState, h.at((kTokens / 64 - 1) * std::size_t{kHeads * kDim * kDim} * 4));
-  ASSERT_TRUE(again.run(args).ok());
-  require(cudaDeviceSynchronize());
-  std::vector<std::byte> whole_tail(bytes), own(bytes);
-  require(cudaMemcpy(whole_tail.data(), o.at(kBegin * std::size_t{kHeads * kDim} * 2), bytes,
-                     cudaMemcpyDeviceToHost));
-  require(cudaMemcpy(own.data(), tail.address(), bytes, cudaMemcpyDeviceToHost));
-  EXPECT_EQ(whole_tail, own);
+  constexpr std::size_t kScalars = std::size_t{4} * kHeads;
+  EXPECT_EQ(bytes_at(whole.at(kDbeta), (kTokens - 64) * kScalars, 64 * kScalars),
+            bytes_at(tail.at(kDbeta), 0, 64 * kScalars));
 }
 
 }  // namespace

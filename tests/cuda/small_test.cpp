@@ -61,11 +61,47 @@ TEST(CudaSmall, WholeOperations) {
   }
 }
 
+// Head sizes whose tiles are part filled or whose loops run more than once.
+TEST(CudaSmall, ARCH_01_EveryShapeOfTiles) {
+  KDA_NEEDS_GPU();
+  for (const int64_t K : {32, 64, 96, 128}) {
+    for (const int64_t V : {64, 128, 256}) {
+      CaseSpec spec = with_everything({1, 66, 1, 1, K, V, 0, 0}, DType::kBF16);
+      const Case c = cases::generate(spec);
+      DeviceCase device(backward_problem(c), c.inputs);
+      device.run();
+      expect_finite(device.outputs());
+    }
+  }
+}
+
 TEST(CudaSmall, RecurrentStates) {
   KDA_NEEDS_GPU();
   for (const DType state : {DType::kF32, DType::kBF16}) {
     for (const bool v_first : {false, true}) {
       CaseSpec spec = with_everything({3, 9, 1, 2, 128, 64, 0, 0}, DType::kBF16);
+      spec.state_v_first = v_first;
+      spec.gradients = false;
+      Case c = cases::generate(spec);
+      HostTensor& h0 = c.inputs.at(kInitialState);
+      h0 = cases::converted(h0, state);
+      Problem problem = forward_problem(c);
+      problem.operation = Operation::kRecurrent;
+      problem.set(kInitialState, state).set(kFinalState, state);
+      DeviceCase device(problem, c.inputs);
+      device.run();
+      expect_finite(device.outputs());
+    }
+  }
+}
+
+// More states than the blocks have stages, so that every ring goes round.
+TEST(CudaSmall, RecurrentStream) {
+  KDA_NEEDS_GPU();
+  for (const DType state : {DType::kF32, DType::kBF16}) {
+    for (const bool v_first : {false, true}) {
+      CaseSpec spec = with_everything({state == DType::kF32 ? 14 : 27, 2, 32, 32, 128, 128, 0, 0},
+                                      DType::kBF16);
       spec.state_v_first = v_first;
       spec.gradients = false;
       Case c = cases::generate(spec);

@@ -312,5 +312,43 @@ RC_GTEST_PROP(Recurrent, PoolOfStates, ()) {
   }
 }
 
+// The accepted tokens of each sequence, alone, give its state and its outputs; the rest of o is
+// zero.
+RC_GTEST_PROP(Recurrent, AcceptedTokens, ()) {
+  CaseSpec spec = *any_case({.most_tokens = 20});
+  spec.gradients = false;
+  spec.initial_state = true;
+  const Case c = cases::generate(spec);
+  const std::vector<cases::TokenRange> ranges = cases::sequences_of(c);
+  HostTensor accepted(DType::kI32, {static_cast<int64_t>(ranges.size())});
+  for (std::size_t n = 0; n < ranges.size(); ++n) {
+    const int64_t length = ranges[n].end - ranges[n].begin;
+    accepted.set(static_cast<int64_t>(n),
+                 static_cast<double>(*rc::gen::inRange<int64_t>(0, length + 1)));
+  }
+  for (const std::string& family : families()) {
+    Problem problem = recurrent_problem(c);
+    problem.set(TensorId::kNumAccepted, DType::kI32);
+    TensorMap inputs = c.inputs;
+    inputs[TensorId::kNumAccepted] = accepted;
+    Conditions conditions = choosing(family);
+    conditions.state_in_place = true;
+    const TensorMap results = run_operation(problem, inputs, conditions);
+    for (std::size_t n = 0; n < ranges.size(); ++n) {
+      const auto row = static_cast<int64_t>(n);
+      const auto& [batch, begin, end] = ranges[n];
+      const int64_t stop = begin + accepted.get_int(row);
+      const Case head = part_of(c, batch, begin, stop, row);
+      const TensorMap alone = run_operation(recurrent_problem(head), head.inputs, choosing(family));
+      RC_ASSERT(other_bits(row_of(results.at(TensorId::kFinalState), row),
+                           alone.at(TensorId::kFinalState)) == "");
+      const HostTensor& o = results.at(TensorId::kO);
+      RC_ASSERT(other_bits(tokens_of(o, batch, begin, stop), alone.at(TensorId::kO)) == "");
+      const HostTensor rest = tokens_of(o, batch, stop, end);
+      for (int64_t i = 0; i < rest.count(); ++i) RC_ASSERT(rest.get(i) == 0);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace kda::test

@@ -7,16 +7,8 @@ namespace kda::test {
 using cases::Case;
 using cases::CaseSpec;
 using cases::HostTensor;
-using cases::TensorMap;
 
-void expect_right(const Case& c, const std::string& what) {
-  const TensorMap expected = cases::reference_outputs(c).value();
-  for (const std::string& family : families_of_cpu()) {
-    EXPECT_EQ(beyond_limits(c, run_case(c, family), expected), "") << family << " " << what;
-    EXPECT_EQ(beyond_limits(c, run_case(c, family, {DType::kF32}), expected), "")
-        << family << " with fp32 results " << what;
-  }
-}
+KDA_FOR_EACH_DEVICE(Reports);
 
 CaseSpec small_spec(int64_t T) {
   CaseSpec spec;

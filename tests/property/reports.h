@@ -5,15 +5,12 @@
 #include <string>
 #include <vector>
 
-#include <gtest/gtest.h>
-
-#include "property/running.h"
+#include "property/per_device.h"
 
 namespace kda::test {
 
-/// Every CPU implementation is within the limits of 7.3 of the float64 recurrence, forward and
-/// backward, with the public dtypes and with fp32 results.
-void expect_right(const cases::Case& c, const std::string& what = "");
+/// Tests named after the reports' ids, on every implementation of each device.
+class Reports : public PerDevice {};
 
 /// One gradient-bearing case with H = HV = 1, K = V = 64, fp32 unless changed.
 cases::CaseSpec small_spec(int64_t T);

@@ -3,11 +3,13 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "property/reports.h"
+#include "support/device_run.h"
 
 namespace kda::test {
 namespace {
@@ -19,7 +21,7 @@ using cases::TensorMap;
 
 using enum TensorId;
 
-TEST(Reports, VARLEN_01_LastSequenceOfOneToken) {
+TEST_P(Reports, VARLEN_01_LastSequenceOfOneToken) {
   for (const std::vector<int64_t>& cu :
        std::vector<std::vector<int64_t>>{{0, 1023, 1024}, {0, 1, 1024}, {0, 511, 512, 1024}}) {
     CaseSpec spec = small_spec(1024);
@@ -29,7 +31,7 @@ TEST(Reports, VARLEN_01_LastSequenceOfOneToken) {
   }
 }
 
-TEST(Reports, VARLEN_03_EmptySequencesAnywhere) {
+TEST_P(Reports, VARLEN_03_EmptySequencesAnywhere) {
   std::vector<int64_t> many(501, 0);
   many.push_back(70);
   for (const std::vector<int64_t>& cu : std::vector<std::vector<int64_t>>{
@@ -40,7 +42,7 @@ TEST(Reports, VARLEN_03_EmptySequencesAnywhere) {
     spec.cu_seqlens = cu;
     const Case c = cases::generate(spec);
     expect_right(c);
-    for (const std::string& family : families_of_cpu()) {
+    for (const std::string& family : tested_families()) {
       const TensorMap results = run_case(c, family);
       for (std::size_t n = 0; n + 1 < cu.size(); ++n) {
         if (cu[n] != cu[n + 1]) continue;
@@ -56,7 +58,7 @@ TEST(Reports, VARLEN_03_EmptySequencesAnywhere) {
   }
 }
 
-TEST(Reports, VARLEN_07_ManyShortSequences) {
+TEST_P(Reports, VARLEN_07_ManyShortSequences) {
   std::vector<int64_t> mixed{0};
   for (int64_t i = 0; i < 127; ++i) mixed.push_back(mixed.back() + (16 << (i % 3)));
   std::vector<int64_t> tokens{0};
@@ -69,7 +71,7 @@ TEST(Reports, VARLEN_07_ManyShortSequences) {
   }
 }
 
-TEST(Reports, VARLEN_09_ThousandsOfSequences) {
+TEST_P(Reports, VARLEN_09_ThousandsOfSequences) {
   std::vector<int64_t> cu{0};
   for (int64_t i = 0; i < 2050; ++i) cu.push_back(cu.back() + 16);
   CaseSpec spec = small_spec(cu.back());
@@ -77,30 +79,32 @@ TEST(Reports, VARLEN_09_ThousandsOfSequences) {
   spec.sizes.K = spec.sizes.V = 4;
   spec.cu_seqlens = cu;
   const Case c = cases::generate(spec);
-  const TensorMap together = run_case(c, "cpu");
-  for (std::size_t n = 0; n < 2050; n += 103) {
-    const TensorMap alone = run_case(sequence_of(c, n), "cpu");
-    for (const TensorId id : {kO, kDq, kDk, kDv, kDg, kDbeta}) {
-      EXPECT_EQ(other_bits(tokens_of(together.at(id), 0, cu[n], cu[n + 1]), alone.at(id)), "");
+  for (const std::string& family : tested_families()) {
+    const TensorMap together = run_case(c, family);
+    for (std::size_t n = 0; n < 2050; n += 103) {
+      const TensorMap alone = run_case(sequence_of(c, n), family);
+      for (const TensorId id : {kO, kDq, kDk, kDv, kDg, kDbeta}) {
+        EXPECT_EQ(other_bits(tokens_of(together.at(id), 0, cu[n], cu[n + 1]), alone.at(id)), "");
+      }
     }
   }
 }
 
-TEST(Reports, VARLEN_10_DecodeOfThousandsOfSequences) {
+TEST_P(Reports, VARLEN_10_DecodeOfThousandsOfSequences) {
   for (const auto& [B, HV] : {std::pair<int64_t, int64_t>{4096, 8}, {70000, 1}}) {
     CaseSpec spec = small_spec(1);
     spec.sizes = {.B = B, .T = 1, .H = HV, .HV = HV, .K = 4, .V = 4};
     spec.gradients = false;
     const Case c = cases::generate(spec);
     const TensorMap expected = cases::reference_outputs(c).value();
-    for (const std::string& family : families_of_cpu()) {
+    for (const std::string& family : tested_families()) {
       const TensorMap results = run_operation(recurrent_problem(c), c.inputs, choosing(family));
       EXPECT_EQ(beyond_limits(c, results, expected), "") << family;
     }
   }
 }
 
-TEST(Reports, VARLEN_11_DocumentsDoNotLeak) {
+TEST_P(Reports, VARLEN_11_DocumentsDoNotLeak) {
   CaseSpec spec = small_spec(200);
   spec.cu_seqlens = {0, 100, 200};
   const Case c = cases::generate(spec);
@@ -112,7 +116,7 @@ TEST(Reports, VARLEN_11_DocumentsDoNotLeak) {
       return i < half ? 0.5 * x : x;
     });
   }
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : tested_families()) {
     const TensorMap before = run_case(c, family);
     const TensorMap after = run_case(other, family);
     const TensorMap alone = run_case(sequence_of(c, 1), family);
@@ -124,7 +128,8 @@ TEST(Reports, VARLEN_11_DocumentsDoNotLeak) {
   }
 }
 
-TEST(Reports, VARLEN_12_WrongListsAreRefusedAtRunTime) {
+// CUDA reads the list on the device only: tests/cuda/contract_test.cpp.
+TEST(ReportsOnCpu, VARLEN_12_WrongListsAreRefusedAtRunTime) {
   CaseSpec spec = small_spec(200);
   spec.cu_seqlens = {0, 100, 200};
   Case c = cases::generate(spec);
@@ -143,7 +148,7 @@ TEST(Reports, VARLEN_12_WrongListsAreRefusedAtRunTime) {
   }
 }
 
-TEST(Reports, VARLEN_13_ShortSequencesAmongPoison) {
+TEST_P(Reports, VARLEN_13_ShortSequencesAmongPoison) {
   // Sequences of 1, 1, 1, 2, 15, 16, 17 and 63 tokens; every second one holds NaN or 1e30.
   const std::vector<int64_t> lengths{1, 1, 1, 2, 15, 16, 17, 63};
   std::vector<int64_t> cu{0};
@@ -165,7 +170,7 @@ TEST(Reports, VARLEN_13_ShortSequencesAmongPoison) {
         return poisoned ? x : clean.inputs.at(id).get(i);
       });
     }
-    for (const std::string& family : families_of_cpu()) {
+    for (const std::string& family : tested_families()) {
       const TensorMap results = run_case(c, family);
       for (std::size_t n = 0; n < cu.size() - 1; n += 2) {
         const TensorMap alone = run_case(sequence_of(clean, n), family);
@@ -178,7 +183,7 @@ TEST(Reports, VARLEN_13_ShortSequencesAmongPoison) {
   }
 }
 
-TEST(Reports, VARLEN_15_DecayStartsAnewInEachSequence) {
+TEST_P(Reports, VARLEN_15_DecayStartsAnewInEachSequence) {
   CaseSpec spec = small_spec(128);
   spec.cu_seqlens = {0, 65, 128};
   spec.initial_state = spec.gradients = false;
@@ -189,7 +194,7 @@ TEST(Reports, VARLEN_15_DecayStartsAnewInEachSequence) {
   set_input(c, kG, [](int64_t) { return -1.0; });
   set_input(c, kV, [](int64_t) { return 1.0; });
   set_input(c, kBeta, [](int64_t) { return 1.0; });
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : tested_families()) {
     const HostTensor o = run_case(c, family).at(kO);
     for (const int64_t first : {0, 65}) {
       for (int64_t v = 0; v < 64; ++v) EXPECT_EQ(o.get(first * 64 + v), 0.125) << family;
@@ -197,13 +202,13 @@ TEST(Reports, VARLEN_15_DecayStartsAnewInEachSequence) {
   }
 }
 
-TEST(Reports, VARLEN_16_EitherIntegerTypeAndStride) {
+TEST_P(Reports, VARLEN_16_EitherIntegerTypeAndStride) {
   CaseSpec spec = small_spec(130);
   spec.cu_seqlens = {0, 65, 65, 128};
   const Case wide = cases::generate(spec);
   spec.cu_dtype = DType::kI32;
   const Case narrow = cases::generate(spec);
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : tested_families()) {
     Conditions padded = choosing(family);
     padded.arrangement = Arrangement::kPadded;
     const TensorMap expected = run_case(wide, family);
@@ -215,7 +220,7 @@ TEST(Reports, VARLEN_16_EitherIntegerTypeAndStride) {
   }
 }
 
-TEST(Reports, GVA_01_GVA_02_GroupedHeads) {
+TEST_P(Reports, GVA_01_GVA_02_GroupedHeads) {
   for (const int64_t G : {2, 4}) {
     CaseSpec spec = small_spec(150);
     spec.sizes.H = 2;
@@ -253,29 +258,37 @@ HostTensor o_with_strides(const Case& c, const std::string& family, TensorId id,
       }
     }
   }
-  const Plan plan = make_plan(problem, {}, choosing(family).options).value();
+  const Conditions conditions = choosing(family);
+  const Plan plan = make_plan(problem, conditions.device, conditions.options).value();
+  TensorMap inputs = c.inputs;
+  TensorMap outputs{{kO, HostTensor(problem[kO].dtype, {problem.sizes.B, problem.sizes.T,
+                                                        problem.sizes.HV, problem.sizes.V})},
+                    {kFinalState, HostTensor(DType::kF32, {problem.sequences(), problem.sizes.HV,
+                                                           problem.sizes.K, problem.sizes.V})}};
   Args args;
-  for (const auto& [input, tensor] : c.inputs) args.in(input, tensor.bytes.data());
-  args.in(id, base);
-  HostTensor o(problem[kO].dtype,
-               {problem.sizes.B, problem.sizes.T, problem.sizes.HV, problem.sizes.V});
-  HostTensor state(DType::kF32,
-                   {problem.sequences(), problem.sizes.HV, problem.sizes.K, problem.sizes.V});
+  std::vector<std::span<std::byte>> regions{memory};
+  for (TensorMap* tensors : {&inputs, &outputs}) {
+    for (auto& [other, tensor] : *tensors) {
+      args.out(other, tensor.bytes.data());
+      regions.emplace_back(tensor.bytes);
+    }
+  }
+  args.out(id, base);
   cases::AlignedBytes workspace(plan.workspace_bytes());
-  args.out(kO, o.bytes.data()).out(kFinalState, state.bytes.data());
   args.workspace = workspace.data();
   args.workspace_bytes = workspace.size();
-  const Status status = plan.run(args);
+  const bool on_host = conditions.device.type == DeviceType::kCpu;
+  const Status status = on_host ? plan.run(args) : run_on_device(plan, args, regions, false);
   EXPECT_TRUE(status.ok()) << status.message();
-  return o;
+  return outputs.at(kO);
 }
 
-TEST(Reports, LAYOUT_01_PaddedRows) {
+TEST_P(Reports, LAYOUT_01_PaddedRows) {
   CaseSpec spec = small_spec(70);
   spec.sizes = {.B = 2, .T = 70, .H = 2, .HV = 2, .K = 64, .V = 32};
   spec.gradients = false;
   const Case c = cases::generate(spec);
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : tested_families()) {
     const HostTensor plain = run_case(c, family).at(kO);
     for (const TensorId id : {kQ, kK}) {
       const HostTensor o = o_with_strides(c, family, id, {70 * 512, 512, 64, 1});
@@ -287,12 +300,12 @@ TEST(Reports, LAYOUT_01_PaddedRows) {
   }
 }
 
-TEST(Reports, LAYOUT_03_TransposedGateValuesAndBeta) {
+TEST_P(Reports, LAYOUT_03_TransposedGateValuesAndBeta) {
   CaseSpec spec = small_spec(70);
   spec.sizes = {.B = 2, .T = 70, .H = 2, .HV = 2, .K = 64, .V = 32};
   spec.gradients = false;
   const Case c = cases::generate(spec);
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : tested_families()) {
     const HostTensor plain = run_case(c, family).at(kO);
     EXPECT_EQ(other_bits(plain, o_with_strides(c, family, kG, {2 * 70 * 64, 64, 70 * 64, 1})), "");
     EXPECT_EQ(other_bits(plain, o_with_strides(c, family, kV, {2 * 70 * 32, 32, 70 * 32, 1})), "");
@@ -300,13 +313,13 @@ TEST(Reports, LAYOUT_03_TransposedGateValuesAndBeta) {
   }
 }
 
-TEST(Reports, LAYOUT_06_ViewsOfOneProjection) {
+TEST_P(Reports, LAYOUT_06_ViewsOfOneProjection) {
   CaseSpec spec = small_spec(70);
   spec.sizes = {.B = 1, .T = 70, .H = 8, .HV = 8, .K = 16, .V = 16};
   spec.io = spec.gate_dtype = DType::kBF16;
   spec.gradients = false;
   const Case c = cases::generate(spec);
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : tested_families()) {
     const HostTensor plain = run_case(c, family).at(kO);
     EXPECT_EQ(other_bits(plain, o_with_strides(c, family, kBeta, {70 * 40, 40, 1, 0})), "");
     for (const TensorId id : {kQ, kK, kV}) {
@@ -316,7 +329,7 @@ TEST(Reports, LAYOUT_06_ViewsOfOneProjection) {
 }
 
 // A length that hung elsewhere, with zero-filled inputs.
-TEST(Reports, RACE_04_LongZeroInputEnds) {
+TEST_P(Reports, RACE_04_LongZeroInputEnds) {
   CaseSpec spec = small_spec(16224);
   spec.sizes.K = spec.sizes.V = 8;
   spec.initial_state = spec.dfinal_state = false;
@@ -324,19 +337,19 @@ TEST(Reports, RACE_04_LongZeroInputEnds) {
   for (const TensorId id : {kQ, kK, kV, kG, kBeta, kDo}) {
     set_input(c, id, [](int64_t) { return 0.0; });
   }
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : tested_families()) {
     for (const auto& [id, tensor] : run_case(c, family)) {
       for (int64_t i = 0; i < tensor.count(); ++i) ASSERT_EQ(tensor.get(i), 0) << name_of(id);
     }
   }
 }
 
-TEST(Reports, RACE_05_BatchCompositionChangesNoBit) {
+TEST_P(Reports, RACE_05_BatchCompositionChangesNoBit) {
   CaseSpec spec = small_spec(70);
   spec.sizes.B = 8;
   spec.sizes.K = 32;
   const Case batch = cases::generate(spec);
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : tested_families()) {
     const TensorMap together = run_case(batch, family);
     for (const int64_t b : {0, 5, 7}) {
       const TensorMap alone = run_case(part_of(batch, b, 0, 70, b), family);
@@ -347,7 +360,7 @@ TEST(Reports, RACE_05_BatchCompositionChangesNoBit) {
   }
 }
 
-TEST(Reports, DIM_01_DIM_02_DIM_05_HeadSizes) {
+TEST_P(Reports, DIM_01_DIM_02_DIM_05_HeadSizes) {
   const std::pair<int64_t, int64_t> kSizes[] = {{64, 64},  {64, 128}, {128, 64},  {16, 16},
                                                 {32, 32},  {48, 48},  {128, 256}, {128, 512},
                                                 {192, 32}, {256, 32}, {1, 1},     {3, 5}};
@@ -358,7 +371,7 @@ TEST(Reports, DIM_01_DIM_02_DIM_05_HeadSizes) {
     const Case c = cases::generate(spec);
     expect_right(c, "K " + std::to_string(K) + " V " + std::to_string(V));
     const TensorMap expected = cases::reference_outputs(c).value();
-    for (const std::string& family : families_of_cpu()) {
+    for (const std::string& family : tested_families()) {
       TensorMap results = run_operation(recurrent_problem(c), c.inputs, choosing(family));
       const TensorMap wanted{{kO, expected.at(kO)}, {kFinalState, expected.at(kFinalState)}};
       EXPECT_EQ(beyond_limits(c, results, wanted), "") << family << " recurrent";
@@ -366,7 +379,7 @@ TEST(Reports, DIM_01_DIM_02_DIM_05_HeadSizes) {
   }
 }
 
-TEST(Reports, DIM_04_ChunksOf32) {
+TEST_P(Reports, DIM_04_ChunksOf32) {
   for (const int32_t C : {32, 64}) {
     CaseSpec spec = small_spec(100);
     spec.chunk_size = C;
@@ -374,7 +387,7 @@ TEST(Reports, DIM_04_ChunksOf32) {
   }
 }
 
-TEST(Reports, DIM_08_ReducedGateParameters) {
+TEST_P(Reports, DIM_08_ReducedGateParameters) {
   for (const Gate gate : {Gate::kSoftplus, Gate::kLowerBound}) {
     CaseSpec spec = small_spec(100);
     spec.gate = gate;
@@ -388,7 +401,7 @@ TEST(Reports, DIM_08_ReducedGateParameters) {
 }
 
 // Values that fp16 cannot hold pass through fp32 states, and tiny gradients are not lost.
-TEST(Reports, DIM_09_HalfPrecisionKeepsTheRangeOfStates) {
+TEST_P(Reports, DIM_09_HalfPrecisionKeepsTheRangeOfStates) {
   CaseSpec spec = small_spec(130);
   spec.io = DType::kF16;
   Case c = cases::generate(spec);
@@ -396,7 +409,7 @@ TEST(Reports, DIM_09_HalfPrecisionKeepsTheRangeOfStates) {
   set_input(c, kDo, [](int64_t) { return 0.0; });
   set_input(c, kDfinalState, [](int64_t) { return 0x1p-25; });
   const TensorMap expected = cases::reference_outputs(c).value();
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : tested_families()) {
     const TensorMap results = run_case(c, family, {DType::kF32});
     EXPECT_EQ(beyond_limits(c, results, expected), "") << family;
     double largest = 0;

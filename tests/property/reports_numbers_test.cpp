@@ -18,7 +18,7 @@ using enum TensorId;
 constexpr double kLn2 = 0.6931471805599453;
 
 // Keys that point the same way, beta = 1, slow decay: the triangular system at its worst.
-TEST(Reports, NUM_01_CorrelatedKeys) {
+TEST_P(Reports, NUM_01_CorrelatedKeys) {
   for (const DType io : {DType::kBF16, DType::kF32}) {
     CaseSpec spec = small_spec(1024);
     spec.family = Family::kCorr;
@@ -30,7 +30,7 @@ TEST(Reports, NUM_01_CorrelatedKeys) {
 }
 
 // Constant decays whose span over 16 rows passes 126 and 127 powers of two.
-TEST(Reports, NUM_03_StrongDecayIsForgottenNotReadBack) {
+TEST_P(Reports, NUM_03_StrongDecayIsForgottenNotReadBack) {
   for (const double d : {4.0, 8.4, 8.5, 9.0, 12.0, 40.0}) {
     Case c = cases::generate(small_spec(130));
     set_input(c, kG, [&](int64_t) { return -d * kLn2; });
@@ -38,7 +38,7 @@ TEST(Reports, NUM_03_StrongDecayIsForgottenNotReadBack) {
   }
 }
 
-TEST(Reports, NUM_05_SoftplusGateOfPublishedModels) {
+TEST_P(Reports, NUM_05_SoftplusGateOfPublishedModels) {
   for (const double size : {1.0, 4.0}) {
     CaseSpec spec = small_spec(200);
     spec.sizes.HV = 2;
@@ -54,7 +54,7 @@ TEST(Reports, NUM_05_SoftplusGateOfPublishedModels) {
   }
 }
 
-TEST(Reports, NUM_06_NoDecayStaysStable) {
+TEST_P(Reports, NUM_06_NoDecayStaysStable) {
   for (const bool every_token : {true, false}) {
     for (const double beta : {1.0, 1 - 0x1p-20}) {
       CaseSpec spec = small_spec(1500);
@@ -69,7 +69,7 @@ TEST(Reports, NUM_06_NoDecayStaysStable) {
 }
 
 // beta's sigmoid stays in fp32: the state of 1024 single steps does not drift.
-TEST(Reports, NUM_08_DecodeKeepsBetaAccurate) {
+TEST_P(Reports, NUM_08_DecodeKeepsBetaAccurate) {
   for (const DType gate_dtype : {DType::kF32, DType::kBF16}) {
     CaseSpec spec = small_spec(1024);
     spec.sizes.K = spec.sizes.V = 16;
@@ -79,7 +79,7 @@ TEST(Reports, NUM_08_DecodeKeepsBetaAccurate) {
     spec.gradients = false;
     const Case c = cases::generate(spec);
     const TensorMap expected = cases::reference_outputs(c).value();
-    for (const std::string& family : families_of_cpu()) {
+    for (const std::string& family : tested_families()) {
       HostTensor state = c.inputs.at(kInitialState);
       for (int64_t t = 0; t < 1024; ++t) {
         Case step = part_of(c, 0, t, t + 1, 0);
@@ -116,11 +116,11 @@ std::vector<double> gates_of(const std::string& family, const std::vector<double
   return g;
 }
 
-TEST(Reports, NUM_09_BoundedGateIsTheSigmoidForm) {
+TEST_P(Reports, NUM_09_BoundedGateIsTheSigmoidForm) {
   std::vector<double> raw;
   for (double x = -8; x <= 8; x += 0.25) raw.push_back(x);
   const double biases[] = {0.75, -1.25};
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : tested_families()) {
     for (const double lower_bound : {-5.0, -1.0, -0.1}) {
       for (const double A_log : {-1.0, 0.0, 1.5, std::nan("")}) {
         for (const double* bias : {static_cast<const double*>(nullptr), biases, biases + 1}) {
@@ -140,7 +140,7 @@ TEST(Reports, NUM_09_BoundedGateIsTheSigmoidForm) {
 }
 
 // Pairs that causality forbids have decays past e^88: they must not reach a gradient.
-TEST(Reports, NUM_11_MaskedPairsDoNotOverflow) {
+TEST_P(Reports, NUM_11_MaskedPairsDoNotOverflow) {
   Case c = cases::generate(small_spec(256));
   set_input(c, kG, [](int64_t i) { return uniform(i, -5, -1); });
   expect_right(c);
@@ -148,15 +148,16 @@ TEST(Reports, NUM_11_MaskedPairsDoNotOverflow) {
       Problem::make(Operation::kChunkBackward,
                     {.B = 1, .T = 4096, .H = 64, .HV = 64, .K = 128, .V = 128}, DType::kF32);
   long_one.set(kDq, DType::kF32);
-  Options options;
-  options.implementation = "cpu";
+  // The CPU holds a few sequences at a time, CUDA tiles of all tokens.
   const auto pairs = int64_t{4096} * 64 * 128 * 64 * 4;
-  EXPECT_LT(static_cast<int64_t>(make_plan(long_one, {}, options).value().workspace_bytes()),
-            pairs / 20);
+  const Conditions conditions = choosing(tested_families().front());
+  const Plan plan = make_plan(long_one, conditions.device, conditions.options).value();
+  EXPECT_LT(static_cast<int64_t>(plan.workspace_bytes()),
+            pairs / (GetParam() == DeviceType::kCpu ? 20 : 5));
 }
 
 // Keys of length sqrt(K) and beta = 1: the recurrence itself diverges. It only has to end.
-TEST(Reports, NUM_13_UnnormalisedKeysEnd) {
+TEST_P(Reports, NUM_13_UnnormalisedKeysEnd) {
   for (const DType io : {DType::kF16, DType::kBF16}) {
     CaseSpec spec = small_spec(256);
     spec.io = io;
@@ -165,17 +166,17 @@ TEST(Reports, NUM_13_UnnormalisedKeysEnd) {
     set_input(c, kBeta, [](int64_t) { return 1.0; });
     expect_right(c, "normalised inside");
     c.forward.qk_l2norm = false;
-    for (const std::string& family : families_of_cpu()) run_case(c, family);
+    for (const std::string& family : tested_families()) run_case(c, family);
   }
 }
 
-TEST(Reports, NUM_14_SinglePrecisionIsSinglePrecision) {
+TEST_P(Reports, NUM_14_SinglePrecisionIsSinglePrecision) {
   Case c = cases::generate(small_spec(256));
   set_input(c, kG, [](int64_t i) { return uniform(i, -0.1, 0); });
   expect_right(c);
 }
 
-TEST(Reports, NUM_15_GateAtItsBound) {
+TEST_P(Reports, NUM_15_GateAtItsBound) {
   for (const Family family : {Family::kBound, Family::kMix}) {
     for (const int64_t T : {64, 65, 256}) {
       CaseSpec spec = small_spec(T);
@@ -187,11 +188,11 @@ TEST(Reports, NUM_15_GateAtItsBound) {
   }
 }
 
-TEST(Reports, NUM_18_SoftplusFarOut) {
+TEST_P(Reports, NUM_18_SoftplusFarOut) {
   const std::vector<double> raw{19, 20, 21, 88, 89, 100, 1e4, -88, -104, -1e4, 0};
   const double A_log = 0.5;
   const double a = std::exp(A_log);
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : tested_families()) {
     const std::vector<double> g = gates_of(family, raw, Gate::kSoftplus, 0, &A_log, nullptr);
     for (std::size_t i = 0; i < raw.size(); ++i) {
       const double exact = -a * (raw[i] > 20 ? raw[i] : std::log1p(std::exp(raw[i])));
@@ -209,11 +210,11 @@ TEST(Reports, NUM_18_SoftplusFarOut) {
   }
 }
 
-TEST(Reports, CAUSAL_02_PrefixIsBitwiseInvariant) {
+TEST_P(Reports, CAUSAL_02_PrefixIsBitwiseInvariant) {
   CaseSpec spec = small_spec(128);
   spec.gradients = false;
   const Case c = cases::generate(spec);
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : tested_families()) {
     const HostTensor whole = run_case(c, family).at(kO);
     for (const int64_t P : {1, 15, 17, 31, 50}) {
       for (const double value : {std::nan(""), 1e4, 0.3}) {
@@ -233,7 +234,7 @@ TEST(Reports, CAUSAL_02_PrefixIsBitwiseInvariant) {
 }
 
 // x / sqrt(sum x^2 + 1e-6): eps belongs to the sum, not to the mean.
-TEST(Reports, L2NORM_01_EpsilonOfSmallRows) {
+TEST_P(Reports, L2NORM_01_EpsilonOfSmallRows) {
   for (const int64_t K : {64, 128}) {
     for (const double size : {1.0, 0.1, 0.01, 1e-3, 1e-4}) {
       CaseSpec spec = small_spec(70);
@@ -260,7 +261,7 @@ TEST(Reports, L2NORM_01_EpsilonOfSmallRows) {
       }
       const double factor = one.forward.effective_scale() * one.inputs.at(kBeta).get(0) * qk /
                             std::sqrt(qq + 1e-6) / std::sqrt(kk + 1e-6);
-      for (const std::string& family : families_of_cpu()) {
+      for (const std::string& family : tested_families()) {
         const HostTensor o = run_case(one, family).at(kO);
         for (int64_t v = 0; v < 64; ++v) {
           const double exact = factor * one.inputs.at(kV).get(v);
@@ -271,7 +272,7 @@ TEST(Reports, L2NORM_01_EpsilonOfSmallRows) {
   }
 }
 
-TEST(Reports, BETA_01_NegativeEigenvaluesDoubleTheSigmoid) {
+TEST_P(Reports, BETA_01_NegativeEigenvaluesDoubleTheSigmoid) {
   CaseSpec spec = small_spec(150);
   spec.beta_sigmoid = spec.allow_neg_eigval = true;
   const Case logits = cases::generate(spec);
@@ -281,7 +282,7 @@ TEST(Reports, BETA_01_NegativeEigenvaluesDoubleTheSigmoid) {
   set_input(direct, kBeta,
             [&](int64_t i) { return 2 / (1 + std::exp(-logits.inputs.at(kBeta).get(i))); });
   const TensorMap expected = cases::reference_outputs(direct).value();
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : tested_families()) {
     const TensorMap results = run_case(logits, family);
     for (int64_t i = 0; i < 150; ++i) {
       const double y = direct.inputs.at(kBeta).get(i) / 2;
@@ -293,7 +294,7 @@ TEST(Reports, BETA_01_NegativeEigenvaluesDoubleTheSigmoid) {
   }
 }
 
-TEST(Reports, GRAD_01_GateGradientUnderMixedDecay) {
+TEST_P(Reports, GRAD_01_GateGradientUnderMixedDecay) {
   CaseSpec spec = small_spec(256);
   spec.initial_state = false;
   Case c = cases::generate(spec);
@@ -307,7 +308,7 @@ TEST(Reports, GRAD_01_GateGradientUnderMixedDecay) {
   for (int64_t i = 0; i < exact.count(); ++i) {
     largest = std::max(largest, std::fabs(exact.get(i)));
   }
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : tested_families()) {
     const HostTensor dg = run_case(c, family).at(kDg);
     for (int64_t i = 0; i < dg.count(); ++i) {
       EXPECT_NEAR(dg.get(i), exact.get(i), 1e-4 * largest) << family << " element " << i;
@@ -316,7 +317,7 @@ TEST(Reports, GRAD_01_GateGradientUnderMixedDecay) {
   }
 }
 
-TEST(Reports, GRAD_04_EveryGradientOfOrdinaryInput) {
+TEST_P(Reports, GRAD_04_EveryGradientOfOrdinaryInput) {
   for (const DType io : {DType::kBF16, DType::kF16}) {
     for (const int64_t K : {64, 128}) {
       CaseSpec spec = small_spec(512);
@@ -330,7 +331,7 @@ TEST(Reports, GRAD_04_EveryGradientOfOrdinaryInput) {
 }
 
 // Every combination of optional inputs: gradients have the shapes and dtypes of their inputs.
-TEST(Reports, GRAD_07_EveryCombinationOfOptionalInputs) {
+TEST_P(Reports, GRAD_07_EveryCombinationOfOptionalInputs) {
   for (int mask = 0; mask < 32; ++mask) {
     const auto given = [&](int bit) { return (mask >> bit & 1) != 0; };
     CaseSpec spec = small_spec(40);
@@ -346,7 +347,7 @@ TEST(Reports, GRAD_07_EveryCombinationOfOptionalInputs) {
     expect_right(c, c.name);
     const std::pair<TensorId, TensorId> kPairs[] = {{kQ, kDq}, {kK, kDk},       {kV, kDv},
                                                     {kG, kDg}, {kBeta, kDbeta}, {kALog, kDALog}};
-    for (const std::string& family : families_of_cpu()) {
+    for (const std::string& family : tested_families()) {
       const TensorMap results = run_case(c, family);
       for (const auto& [input, gradient] : kPairs) {
         EXPECT_EQ(results.count(gradient), c.inputs.count(input));
@@ -359,13 +360,13 @@ TEST(Reports, GRAD_07_EveryCombinationOfOptionalInputs) {
   }
 }
 
-TEST(Reports, GRAD_06_OnlyTheGradientsAskedFor) {
+TEST_P(Reports, GRAD_06_OnlyTheGradientsAskedFor) {
   CaseSpec spec = small_spec(100);
   spec.family = Family::kNoDecay;
   const Case c = cases::generate(spec);
   expect_right(c);
   const Problem all = backward_problem(c);
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : tested_families()) {
     const TensorMap every = run_operation(all, c.inputs, choosing(family));
     for (const auto& [id, tensor] : every) {
       Problem one = all;
@@ -377,7 +378,7 @@ TEST(Reports, GRAD_06_OnlyTheGradientsAskedFor) {
   }
 }
 
-TEST(Reports, GRAD_09_ParameterGradientsSkipPadding) {
+TEST_P(Reports, GRAD_09_ParameterGradientsSkipPadding) {
   for (const Gate gate : {Gate::kSoftplus, Gate::kLowerBound}) {
     CaseSpec spec = small_spec(130);
     spec.gate = gate;
@@ -397,7 +398,7 @@ TEST(Reports, GRAD_09_ParameterGradientsSkipPadding) {
   }
 }
 
-TEST(Reports, GRAD_11_SaturatedGates) {
+TEST_P(Reports, GRAD_11_SaturatedGates) {
   for (const DType io : {DType::kBF16, DType::kF16}) {
     CaseSpec spec = small_spec(128);
     spec.sizes.H = spec.sizes.HV = 2;
@@ -420,20 +421,20 @@ TEST(Reports, GRAD_11_SaturatedGates) {
     }
     largest = std::max(largest, std::fabs(product));
   }
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : tested_families()) {
     const HostTensor dg = run_case(c, family).at(kDg);
     for (int64_t i = 0; i < dg.count(); ++i) EXPECT_NEAR(dg.get(i), 0, 1e-5 * largest) << family;
   }
 }
 
-TEST(Reports, GRAD_13_TailsOfPackedBackward) {
+TEST_P(Reports, GRAD_13_TailsOfPackedBackward) {
   for (const int64_t tail : {0, 15, 24, 56}) {
     CaseSpec spec = small_spec(192 + 128 + tail);
     spec.sizes.K = 32;
     spec.cu_seqlens = {0, 192, 192 + 128 + tail};
     const Case c = cases::generate(spec);
     expect_right(c, "tail " + std::to_string(tail));
-    for (const std::string& family : families_of_cpu()) {
+    for (const std::string& family : tested_families()) {
       const TensorMap together = run_case(c, family);
       const TensorMap alone = run_case(sequence_of(c, 1), family);
       for (const TensorId id : {kO, kDq, kDk, kDv, kDg, kDbeta}) {

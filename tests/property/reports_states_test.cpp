@@ -33,21 +33,21 @@ struct Hand {
   }
 };
 
-TEST(Reports, DECODE_01_PrefillAndDecodeAgree) {
+TEST_P(Reports, DECODE_01_PrefillAndDecodeAgree) {
   CaseSpec spec = small_spec(256);
   spec.io = DType::kBF16;
   spec.gradients = false;
   const Case c = cases::generate(spec);
   const TensorMap expected = cases::reference_outputs(c).value();
   expect_right(c, "chunks");
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : tested_families()) {
     TensorMap results = run_operation(recurrent_problem(c), c.inputs, choosing(family));
     EXPECT_EQ(beyond_limits(c, results, expected), "") << family << " step by step";
     const TensorMap whole = run_case(c, family);
     Hand hand{c, family, c.inputs.at(kInitialState), {}};
     hand.go(0, 128, true);
     hand.go(128, 256, true);
-    if (family == "cpu") {  // whose state is fp32; that of the reference was rounded on the way
+    if (family != "reference") {  // whose state was rounded to fp32 on the way
       EXPECT_EQ(other_bits(tokens_of(whole.at(kO), 0, 128, 256), hand.last.at(kO)), "")
           << "a replay from a boundary of chunks repeats the tail";
     }
@@ -59,13 +59,13 @@ TEST(Reports, DECODE_01_PrefillAndDecodeAgree) {
   }
 }
 
-TEST(Reports, DECODE_02_OneMoreTokenIsOneStep) {
+TEST_P(Reports, DECODE_02_OneMoreTokenIsOneStep) {
   for (const int64_t T : {1, 2, 63, 64, 65, 100, 128, 129}) {
     CaseSpec spec = small_spec(T);
     spec.gradients = false;
     const Case c = cases::generate(spec);
     const TensorMap expected = cases::reference_outputs(c).value();
-    for (const std::string& family : families_of_cpu()) {
+    for (const std::string& family : tested_families()) {
       Hand hand{c, family, c.inputs.at(kInitialState), {}};
       hand.go(0, T - 1, true);
       hand.go(T - 1, T, false);
@@ -80,7 +80,7 @@ TEST(Reports, DECODE_02_OneMoreTokenIsOneStep) {
   }
 }
 
-TEST(Reports, STATE_01_BothStateLayouts) {
+TEST_P(Reports, STATE_01_BothStateLayouts) {
   for (const int64_t V : {64, 128}) {
     for (const bool v_first : {false, true}) {
       CaseSpec spec = small_spec(130);
@@ -90,7 +90,7 @@ TEST(Reports, STATE_01_BothStateLayouts) {
       const Case c = cases::generate(spec);
       expect_right(c);
       const TensorMap expected = cases::reference_outputs(c).value();
-      for (const std::string& family : families_of_cpu()) {
+      for (const std::string& family : tested_families()) {
         Hand hand{c, family, c.inputs.at(kInitialState), {}};
         hand.go(0, 128, true);
         hand.go(128, 129, false);
@@ -103,7 +103,7 @@ TEST(Reports, STATE_01_BothStateLayouts) {
   }
 }
 
-TEST(Reports, STATE_03_FinalStateOnlyIfAskedFor) {
+TEST_P(Reports, STATE_03_FinalStateOnlyIfAskedFor) {
   for (const bool asked : {false, true}) {
     for (const bool state : {false, true}) {
       for (const bool packed : {false, true}) {
@@ -114,7 +114,7 @@ TEST(Reports, STATE_03_FinalStateOnlyIfAskedFor) {
         const TensorMap expected = cases::reference_outputs(c).value();
         Problem problem = forward_problem(c);
         if (!asked) problem.set(kFinalState, DType::kNone);
-        for (const std::string& family : families_of_cpu()) {
+        for (const std::string& family : tested_families()) {
           const TensorMap results = run_operation(problem, c.inputs, choosing(family));
           EXPECT_EQ(results.count(kFinalState), asked ? 1u : 0u);
           TensorMap wanted{{kO, expected.at(kO)}};
@@ -130,7 +130,7 @@ TEST(Reports, STATE_03_FinalStateOnlyIfAskedFor) {
   }
 }
 
-TEST(Reports, STATE_04_ReducedStatesAreTaken) {
+TEST_P(Reports, STATE_04_ReducedStatesAreTaken) {
   for (const DType dtype : {DType::kBF16, DType::kF16}) {
     Case c = cases::generate(small_spec(100));
     give_input(c, kInitialState, cases::converted(c.inputs.at(kInitialState), dtype));
@@ -139,12 +139,12 @@ TEST(Reports, STATE_04_ReducedStatesAreTaken) {
   }
 }
 
-TEST(Reports, STATE_05_TwoCallsAreEqualAndInputsStay) {
+TEST_P(Reports, STATE_05_TwoCallsAreEqualAndInputsStay) {
   for (const bool gradients : {false, true}) {
     CaseSpec spec = small_spec(100);
     spec.gradients = gradients;
     const Case c = cases::generate(spec);
-    for (const std::string& family : families_of_cpu()) {
+    for (const std::string& family : tested_families()) {
       Conditions conditions = choosing(family);
       conditions.repeat = true;  // the harness compares inputs and both results bit for bit
       run_case(c, conditions);
@@ -153,22 +153,23 @@ TEST(Reports, STATE_05_TwoCallsAreEqualAndInputsStay) {
 }
 
 // Results do not depend on what outputs and workspace held before: NaN here, zeros there.
-TEST(Reports, STATE_09_PoisonChangesNothing) {
+TEST_P(Reports, STATE_09_PoisonChangesNothing) {
   CaseSpec spec = small_spec(100);
   spec.gate = Gate::kSoftplus;
   const Case c = cases::generate(spec);
-  for (const std::string& family : families_of_cpu()) {
-    const Options options = choosing(family).options;
+  for (const std::string& family : tested_families()) {
+    const Conditions conditions = choosing(family);
     for (const Problem& problem : {forward_problem(c), backward_problem(c)}) {
-      const auto clean = cases::execute_operation(problem, c.inputs, {}, options);
+      const auto clean =
+          cases::execute_operation(problem, c.inputs, conditions.device, conditions.options);
       ASSERT_TRUE(clean.ok()) << clean.status().message();
-      EXPECT_EQ(other_bits(clean->outputs, run_operation(problem, c.inputs, choosing(family))), "");
+      EXPECT_EQ(other_bits(clean->outputs, run_operation(problem, c.inputs, conditions)), "");
     }
   }
 }
 
 // The decay of a whole chunk comes from its last row, whichever row that is.
-TEST(Reports, STATE_11_ChunkDecayIsThatOfItsLastRow) {
+TEST_P(Reports, STATE_11_ChunkDecayIsThatOfItsLastRow) {
   for (const int64_t T : {64, 128, 192, 192 + 61}) {
     CaseSpec spec = small_spec(T);
     spec.initial_state = spec.gradients = false;
@@ -178,7 +179,7 @@ TEST(Reports, STATE_11_ChunkDecayIsThatOfItsLastRow) {
     set_input(c, kBeta, [](int64_t t) { return t == 0 ? 1.0 : 0.0; });
     double log_decay = 0;
     for (int64_t t = 1; t < T; ++t) log_decay -= decayed(t) ? 1 : 0;
-    for (const std::string& family : families_of_cpu()) {
+    for (const std::string& family : tested_families()) {
       const HostTensor state = run_case(c, family).at(kFinalState);
       for (int64_t k = 0; k < 64; ++k) {
         for (int64_t v = 0; v < 64; ++v) {
@@ -191,12 +192,12 @@ TEST(Reports, STATE_11_ChunkDecayIsThatOfItsLastRow) {
   }
 }
 
-TEST(Reports, PAGED_01_PAGED_02_NegativeIndexTouchesNoSlot) {
+TEST_P(Reports, PAGED_01_PAGED_02_NegativeIndexTouchesNoSlot) {
   CaseSpec spec = small_spec(1);
   spec.sizes.B = 2;
   spec.gradients = false;
   const Case c = cases::generate(spec);
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : tested_families()) {
     Problem problem = recurrent_problem(c);
     problem.sizes.P = 5;
     problem.set(kStateIndices, DType::kI32);
@@ -216,7 +217,8 @@ TEST(Reports, PAGED_01_PAGED_02_NegativeIndexTouchesNoSlot) {
   }
 }
 
-TEST(Reports, PAGED_03_WrongSlotsAreRefused) {
+// CUDA reads the slots on the device only: tests/cuda/contract_test.cpp.
+TEST(ReportsOnCpu, PAGED_03_WrongSlotsAreRefused) {
   CaseSpec spec = small_spec(1);
   spec.sizes.B = 2;
   spec.gradients = false;
@@ -238,18 +240,104 @@ TEST(Reports, PAGED_03_WrongSlotsAreRefused) {
   }
 }
 
+/// The recurrent operation with states in place and num_accepted.
+TensorMap commit(const Case& c, const std::string& family, const std::vector<double>& accepted) {
+  Problem problem = recurrent_problem(c);
+  problem.set(kNumAccepted, DType::kI32);
+  TensorMap inputs = c.inputs;
+  inputs[kNumAccepted] =
+      cases::from_doubles(DType::kI32, {static_cast<int64_t>(accepted.size())}, accepted);
+  Conditions conditions = choosing(family);
+  conditions.state_in_place = true;
+  conditions.repeat = true;
+  return run_operation(problem, inputs, conditions);
+}
+
+TEST(Reports, PAGED_03_NoAcceptedTokenLeavesTheState) {
+  CaseSpec spec = small_spec(4);
+  spec.sizes.B = 4;
+  spec.gradients = false;
+  const Case c = cases::generate(spec);
+  const HostTensor& before = c.inputs.at(kInitialState);
+  for (const std::string& family : families()) {
+    const TensorMap results = commit(c, family, {0, 1, 3, 4});
+    EXPECT_EQ(other_bits(row_of(before, 0), row_of(results.at(kFinalState), 0)), "") << family;
+    for (int64_t n = 1; n < 4; ++n) {
+      EXPECT_NE(other_bits(row_of(before, n), row_of(results.at(kFinalState), n)), "") << family;
+    }
+  }
+  for (const std::string& family : families_of_cpu()) {
+    EXPECT_THROW(commit(c, family, {0, 5, 3, 4}), Error) << family;
+    EXPECT_THROW(commit(c, family, {0, 1, -1, 4}), Error) << family;
+  }
+}
+
+// A draft of N tokens is verified without a final state; then m of them are committed. State and
+// next output must be those of m ordinary steps.
+TEST(Reports, PAGED_04_RejectedDraftsLeaveNoTrace) {
+  for (const int64_t N : {1, 3, 7}) {
+    CaseSpec spec = small_spec(N + 1);
+    spec.gradients = false;
+    const Case c = cases::generate(spec);
+    const Case draft = part_of(c, 0, 0, N, 0);
+    for (const std::string& family : families()) {
+      Problem verify = recurrent_problem(draft);
+      verify.set(kFinalState, DType::kNone);
+      const HostTensor drafted = run_operation(verify, draft.inputs, choosing(family)).at(kO);
+      Hand steps{c, family, c.inputs.at(kInitialState), {}};
+      for (int64_t m = 0; m <= N; ++m) {
+        const TensorMap committed = commit(draft, family, {static_cast<double>(m)});
+        Hand next{c, family, committed.at(kFinalState), {}};
+        const Hand ordinary = steps;
+        steps.go(m, m + 1, false);
+        next.go(m, m + 1, false);
+        TensorMap expected{{kFinalState, ordinary.state}, {kO, steps.last.at(kO)}};
+        const TensorMap results{{kFinalState, committed.at(kFinalState)}, {kO, next.last.at(kO)}};
+        if (family == "reference") {  // a step rounds its state to fp32, a commit only the last one
+          EXPECT_EQ(beyond_limits(part_of(c, 0, m, m + 1, 0), results, expected), "") << m;
+        } else {
+          EXPECT_EQ(other_bits(results, expected), "") << family << " " << m << " of " << N;
+        }
+        if (m == N || family == "reference") continue;
+        EXPECT_EQ(other_bits(tokens_of(drafted, 0, m, m + 1), steps.last.at(kO)), "") << family;
+      }
+    }
+  }
+}
+
 // The state at each boundary of chunks is the final state of the call that ends there.
-TEST(Reports, PAGED_06_CheckpointsAreFinalStates) {
+TEST_P(Reports, PAGED_06_CheckpointsAreFinalStates) {
   CaseSpec spec = small_spec(130);
   spec.gradients = false;
   const Case c = cases::generate(spec);
-  for (const std::string& family : families_of_cpu()) {
+  for (const std::string& family : tested_families()) {
     Problem problem = forward_problem(c);
     problem.set(kH, DType::kF32);
     const TensorMap results = run_operation(problem, c.inputs, choosing(family));
     for (const int64_t chunk : {1, 2}) {
       const TensorMap head = run_case(part_of(c, 0, 0, 64 * chunk, 0), family);
       EXPECT_EQ(other_bits(row_of(results.at(kH), chunk), head.at(kFinalState)), "") << family;
+    }
+  }
+}
+
+// Token by token, the state after any prefix is the final state of the call that ends there.
+TEST(Reports, PAGED_06_StatesInsidePackedSequences) {
+  CaseSpec spec = small_spec(327);
+  spec.gradients = false;
+  spec.cu_seqlens = {0, 63, 127, 327};
+  const Case c = cases::generate(spec);
+  for (const std::string& family : families()) {
+    for (const auto& counts : {std::vector<double>{63, 64, 64}, {0, 64, 128}, {63, 0, 200}}) {
+      const HostTensor states = commit(c, family, counts).at(kFinalState);
+      for (int64_t n = 0; n < 3; ++n) {
+        const int64_t begin = spec.cu_seqlens[static_cast<std::size_t>(n)];
+        const auto count = static_cast<int64_t>(counts[static_cast<std::size_t>(n)]);
+        const Case head = part_of(c, 0, begin, begin + count, n);
+        const TensorMap alone =
+            run_operation(recurrent_problem(head), head.inputs, choosing(family));
+        EXPECT_EQ(other_bits(row_of(states, n), alone.at(kFinalState)), "") << family << " " << n;
+      }
     }
   }
 }

@@ -52,7 +52,8 @@ class Run {
     args_.workspace = plan->workspace_bytes() == 0 ? nullptr : workspace.address();
     args_.workspace_bytes = plan->workspace_bytes();
     GuardedOutcome result{{}, std::string(plan->implementation())};
-    for (int turn = 0; turn < (conditions_.repeat ? 2 : 1); ++turn) {
+    const int turns = conditions_.repeat || !on_host ? 2 : 1;
+    for (int turn = 0; turn < turns; ++turn) {
       if (Status status = prepare(); !status.ok()) return status;
       workspace.poison();
       Status ran = on_host ? plan->run(args_) : run_mirrored(*plan, turn > 0);

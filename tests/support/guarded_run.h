@@ -19,7 +19,7 @@ enum class Arrangement {
 
 struct Conditions {
   Options options;
-  /// On a CUDA device, the second run is the replay of a captured graph.
+  /// On a CUDA device there always is a second run, the replay of a captured graph.
   Device device;
   Arrangement arrangement = Arrangement::kContiguous;
   uint64_t seed = 1;            ///< of gaps, offsets and orders

@@ -83,7 +83,8 @@ KDA_SAME(KDA_DQ_PARTIAL, TensorId::kDqPartial);
 KDA_SAME(KDA_DK_PARTIAL, TensorId::kDkPartial);
 KDA_SAME(KDA_DG_PARTIAL, TensorId::kDgPartial);
 KDA_SAME(KDA_DBETA_PARTIAL, TensorId::kDbetaPartial);
-static_assert(KDA_DBETA_PARTIAL + 1 == kda::kTensorCount);
+KDA_SAME(KDA_NUM_ACCEPTED, TensorId::kNumAccepted);
+static_assert(KDA_NUM_ACCEPTED + 1 == kda::kTensorCount);
 static_assert(sizeof(kda_status) == 4 && sizeof(kda_tensor_layout) == 72);
 static_assert(sizeof(kda_problem) == 8 + 8 + 64 + 16 + 24 + KDA_MAX_TENSORS * 72);
 
@@ -169,8 +170,8 @@ TEST(CApi, UnknownEnumeratorsAreRefused) {
                "device index: found 1");
   expect_error(kda_supports(&problem, KDA_CUDA, -1, nullptr), KDA_INVALID_ARGUMENT,
                "device index: found -1");
-  expect_error(kda_problem_layout(&problem, static_cast<kda_tensor_id>(40), nullptr, nullptr),
-               KDA_INVALID_ARGUMENT, "tensor id: found 40, expected 0..39");
+  expect_error(kda_problem_layout(&problem, static_cast<kda_tensor_id>(41), nullptr, nullptr),
+               KDA_INVALID_ARGUMENT, "tensor id: found 41, expected 0..40");
   expect_error(kda_problem_layout(&problem, static_cast<kda_tensor_id>(-1), nullptr, nullptr),
                KDA_INVALID_ARGUMENT, "tensor id: found -1");
   kda_problem other;

@@ -168,6 +168,17 @@ TEST_F(CheckArgs, APoolIsUpdatedInPlace) {
   expect_refused({"final_state: with state_indices", "address, dtype and strides"});
 }
 
+TEST_F(CheckArgs, StatesWithCountsOfAcceptedTokensAreUpdatedInPlace) {
+  problem_ = Problem::make(Operation::kRecurrent, {.B = 2, .T = 3, .H = 2, .HV = 2, .K = 4, .V = 4},
+                           DType::kF32);
+  problem_.set(kInitialState, DType::kF32).set(kFinalState, DType::kF32);
+  problem_.set(kNumAccepted, DType::kI32);
+  place_all();
+  expect_refused({"final_state: with num_accepted", "the same memory as initial_state"});
+  args_.out(kFinalState, args_[kInitialState]);
+  EXPECT_TRUE(check().ok()) << check().message();
+}
+
 TEST_F(CheckArgs, RepeatedInputsLeaveTheirGapsFree) {
   // Every token of v is the same pair of elements, three apart; o lies between them.
   problem_ = Problem::make(Operation::kChunkForward,

@@ -371,6 +371,26 @@ const std::vector<Refusal> kNeeds = {
        p.sizes.P = 3;
      },
      {"final_state: absent", "because state_indices is present"}},
+    {"DtypeOfNumAccepted",
+     [] { return stage(Operation::kRecurrent); },
+     [](Problem& p) {
+       p.set(kNumAccepted, DType::kI64)
+           .set(kInitialState, DType::kF32)
+           .set(kFinalState, DType::kF32);
+     },
+     {"num_accepted: found dtype int64", "expected int32"}},
+    {"NumAcceptedNeedsInitialState",
+     [] { return stage(Operation::kRecurrent); },
+     [](Problem& p) { p.set(kNumAccepted, DType::kI32).set(kFinalState, DType::kF32); },
+     {"initial_state: absent", "because num_accepted is present"}},
+    {"NumAcceptedNeedsFinalState",
+     [] { return stage(Operation::kRecurrent); },
+     [](Problem& p) { p.set(kNumAccepted, DType::kI32).set(kInitialState, DType::kF32); },
+     {"final_state: absent", "because num_accepted is present"}},
+    {"NumAcceptedIsForTheRecurrence",
+     forward,
+     [](Problem& p) { p.set(kNumAccepted, DType::kI32); },
+     {"num_accepted: given, but chunk_fwd does not use it"}},
 };
 
 std::string name_of_refusal(const testing::TestParamInfo<Refusal>& info) { return info.param.name; }

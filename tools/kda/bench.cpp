@@ -18,6 +18,7 @@
 namespace kda::program {
 namespace {
 
+using cases::HostCost;
 using cases::Placement;
 using cases::TensorMap;
 using nlohmann::json;
@@ -39,6 +40,8 @@ struct Timing {
   double p20 = 0;
   double p80 = 0;
   int repeats = 0;
+  bool of_host = false;
+  int64_t launches = 0;  ///< of_host only
 };
 
 Result<Suite> parse_suite(const std::string& text) {
@@ -47,8 +50,10 @@ Result<Suite> parse_suite(const std::string& text) {
   if (text == "prefill") return Suite::kPrefill;
   if (text == "decode") return Suite::kDecode;
   if (text == "stages") return Suite::kStages;
-  return Status(StatusCode::kInvalidArgument,
-                fmt::format("--suite: found {}, expected train, prefill, decode or stages", text));
+  if (text == "host") return Suite::kHost;
+  return Status(
+      StatusCode::kInvalidArgument,
+      fmt::format("--suite: found {}, expected train, prefill, decode, stages or host", text));
 }
 
 Result<Bench> set_up(const BenchCommand& command) {
@@ -79,14 +84,28 @@ Result<Bench> set_up(const BenchCommand& command) {
   return bench;
 }
 
-Result<Timing> time_runs(const Plan& plan, const Args& args, Placement& placement, int repeats) {
+/// One run: from a cold cache on the device, or what it costs the host.
+Result<double> time_run(const Plan& plan, const Args& args, Placement& placement, Timing& timing) {
+  if (timing.of_host) {
+    Result<HostCost> cost = placement.host_cost(plan, args);
+    if (!cost.ok()) return cost.status();
+    timing.launches = cost->launches;
+    return cost->seconds;
+  }
+  if (Status status = placement.flush_cache(); !status.ok()) return status;
+  return placement.measure(plan, args);
+}
+
+Result<Timing> time_runs(const Plan& plan, const Args& args, Placement& placement, int repeats,
+                         bool of_host) {
   Result<double> warm = placement.measure(plan, args);
   if (!warm.ok()) return warm.status();
+  Timing timing;
+  timing.of_host = of_host;
   std::vector<double> seconds;
   const auto start = std::chrono::steady_clock::now();
   do {
-    if (Status status = placement.flush_cache(); !status.ok()) return status;
-    Result<double> once = placement.measure(plan, args);
+    Result<double> once = time_run(plan, args, placement, timing);
     if (!once.ok()) return once.status();
     seconds.push_back(*once);
   } while (static_cast<int>(seconds.size()) < repeats &&
@@ -97,7 +116,11 @@ Result<Timing> time_runs(const Plan& plan, const Args& args, Placement& placemen
     return seconds[static_cast<std::size_t>(
         std::lround(share * static_cast<double>(seconds.size() - 1)))];
   };
-  return Timing{quantile(0.5), quantile(0.2), quantile(0.8), static_cast<int>(seconds.size())};
+  timing.median = quantile(0.5);
+  timing.p20 = quantile(0.2);
+  timing.p80 = quantile(0.8);
+  timing.repeats = static_cast<int>(seconds.size());
+  return timing;
 }
 
 /// A time of a wrong result is worth nothing: outputs must have been written with numbers. Of a
@@ -131,7 +154,9 @@ Result<Measured> measure(const Bench& bench, const Workload& workload, TensorMap
   if (!placement.ok()) return placement.status();
   Args args;
   TensorMap outputs;
-  Status status = cases::bind(workload.problem, tensors, outputs, **placement, args);
+  Problem bound = workload.problem;
+  if (workload.state_in_place) bound.set(TensorId::kFinalState, DType::kNone);
+  Status status = cases::bind(bound, tensors, outputs, **placement, args);
   if (!status.ok()) return status;
   if (workload.state_in_place) {
     args.out(TensorId::kFinalState, args[TensorId::kInitialState]);
@@ -140,10 +165,10 @@ Result<Measured> measure(const Bench& bench, const Workload& workload, TensorMap
   if (!workspace.ok()) return workspace.status();
   args.workspace = *workspace;
   args.workspace_bytes = plan->workspace_bytes();
-  Result<Timing> timing = time_runs(*plan, args, **placement, bench.command.repeat);
+  Result<Timing> timing =
+      time_runs(*plan, args, **placement, bench.command.repeat, bench.suite == Suite::kHost);
   if (!timing.ok()) return timing.status();
   if (status = (*placement)->fetch(); !status.ok()) return status;
-  if (workload.state_in_place) outputs.erase(TensorId::kFinalState);  // nobody wrote it
   if (status = check_finite(outputs); !status.ok()) return status;
   for (auto& [id, tensor] : outputs) tensors[id] = std::move(tensor);  // later stages read them
   return Measured{*timing, std::string(plan->implementation()), plan->workspace_bytes()};
@@ -171,8 +196,41 @@ void print_machine(const Bench& bench) {
   fmt::print("{}: {}\n{} {}; {} {} gate; copy {:.1f} GB/s (read + write)\n\n",
              name_of(bench.device), machine, version(), date, command.dtype, command.gate,
              bench.copy_bandwidth * 1e-9);
-  fmt::print("{:<13}{:<30}{:<24}{:>10}{:>10}{:>10}{:>9}{:>9}{:>8}{:>10}\n", "operation", "shape",
+  if (bench.suite == Suite::kHost) {
+    fmt::print("{:<13}{:<30}{:<24}{:>10}{:>10}{:>10}{:>10}\n", "operation", "shape",
+               "implementation", "host us", "p20", "p80", "launches");
+    return;
+  }
+  fmt::print("{:<13}{:<30}{:<30}{:>10}{:>10}{:>10}{:>9}{:>9}{:>8}{:>10}\n", "operation", "shape",
              "implementation", "median ms", "p20", "p80", "MB", "GFLOP", "copy %", "GFLOP/s");
+}
+
+void print_host_row(const Bench& bench, const Workload& workload, const Measured& measured) {
+  const Problem& problem = workload.problem;
+  const Sizes& s = problem.sizes;
+  const Timing& t = measured.timing;
+  if (bench.command.common.json) {
+    print_json({{"operation", kda::name_of(problem.operation)},
+                {"shape", {s.B, s.T, s.H, s.HV, s.K, s.V}},
+                {"impl", measured.implementation},
+                {"host_us", t.median * 1e6},
+                {"p20_us", t.p20 * 1e6},
+                {"p80_us", t.p80 * 1e6},
+                {"repeats", t.repeats},
+                {"launches", t.launches}});
+    return;
+  }
+  fmt::print("{:<13}{:<30}{:<24}{:>10.1f}{:>10.1f}{:>10.1f}{:>10}\n",
+             kda::name_of(problem.operation), shape_text(problem), measured.implementation,
+             t.median * 1e6, t.p20 * 1e6, t.p80 * 1e6, t.launches);
+}
+
+/// Type and layout of the states, where they are updated in place; "" elsewhere.
+std::string state_text(const Workload& workload) {
+  if (!workload.state_in_place) return "";
+  const Problem& problem = workload.problem;
+  return fmt::format("{} {}", name_of(problem[TensorId::kInitialState].dtype),
+                     problem.state_v_first ? "[V,K]" : "[K,V]");
 }
 
 void print_row(const Bench& bench, const Workload& workload, const Measured& measured) {
@@ -185,11 +243,13 @@ void print_row(const Bench& bench, const Workload& workload, const Measured& mea
   if (bench.command.common.json) {
     print_json({{"operation", kda::name_of(problem.operation)},
                 {"shape", {s.B, s.T, s.H, s.HV, s.K, s.V}},
+                {"state", state_text(workload)},
                 {"impl", measured.implementation},
                 {"median_ms", t.median * 1e3},
                 {"p20_ms", t.p20 * 1e3},
                 {"p80_ms", t.p80 * 1e3},
                 {"repeats", t.repeats},
+                {"floor_ms", bytes / bench.copy_bandwidth * 1e3},
                 {"bytes", bytes},
                 {"flop", flop},
                 {"gb_per_s", bytes / t.median * 1e-9},
@@ -198,9 +258,10 @@ void print_row(const Bench& bench, const Workload& workload, const Measured& mea
                 {"workspace_bytes", measured.workspace_bytes}});
     return;
   }
-  fmt::print("{:<13}{:<30}{:<24}{:>10.3f}{:>10.3f}{:>10.3f}{:>9.1f}{:>9.2f}{:>7.1f}%{:>10.1f}\n",
-             kda::name_of(problem.operation), shape_text(problem), measured.implementation,
-             t.median * 1e3, t.p20 * 1e3, t.p80 * 1e3, bytes * 1e-6, flop * 1e-9, share * 100,
+  fmt::print("{:<13}{:<30}{:<30}{:>10.4f}{:>10.3f}{:>10.3f}{:>9.1f}{:>9.2f}{:>7.1f}%{:>10.1f}\n",
+             kda::name_of(problem.operation), shape_text(problem),
+             fmt::format("{} {}", measured.implementation, state_text(workload)), t.median * 1e3,
+             t.p20 * 1e3, t.p80 * 1e3, bytes * 1e-6, flop * 1e-9, share * 100,
              flop / t.median * 1e-9);
   std::fflush(stdout);
 }
@@ -240,9 +301,13 @@ int bench(const BenchCommand& command) {
     for (const Workload& workload : workloads_of(bench->suite, sizes, bench->options)) {
       progress.step(fmt::format("{} {}", kda::name_of(workload.problem.operation),
                                 shape_text(workload.problem)));
+      if (workload.state_in_place) {
+        tensors.erase(TensorId::kInitialState);  // before the next is made: it may be large
+        tensors[TensorId::kInitialState] = initial_state_of(workload.problem);
+      }
       Result<Measured> measured = measure(*bench, workload, tensors);
       if (measured.ok()) {
-        print_row(*bench, workload, *measured);
+        (bench->suite == Suite::kHost ? print_host_row : print_row)(*bench, workload, *measured);
       } else if (measured.status().code() == StatusCode::kUnsupported) {
         print_unsupported(*bench, workload, measured.status());
         if (bench->suite == Suite::kStages) break;  // the later stages read its outputs

@@ -9,6 +9,12 @@
 
 namespace kda::cases {
 
+/// What Plan::run costs the thread that calls it.
+struct HostCost {
+  double seconds = 0;
+  int64_t launches = 0;  ///< kernels
+};
+
 /// Puts host tensors where a device can use them. The one place that knows of device memory.
 class Placement {
  public:
@@ -21,6 +27,8 @@ class Placement {
   virtual Result<void*> workspace(std::size_t bytes) = 0;
   /// Makes one run and waits for it: the seconds that it took on the device.
   virtual Result<double> measure(const Plan& plan, const Args& args) = 0;
+  /// Makes one run on an idle device: what the call costs the host, which does not wait in it.
+  virtual Result<HostCost> host_cost(const Plan& plan, const Args& args) = 0;
   /// Brings every output home.
   virtual Status fetch() = 0;
   /// Evicts everything from the last-level cache.

@@ -96,8 +96,8 @@ void add_bench(CLI::App& app, BenchCommand& command) {
   add_shape(*sub, command.shape, command.dtype, command.gate);
   sub->add_option(
       "--suite", command.suite,
-      "train (forward, backward), prefill (forward), decode (one token, state in place) "
-      "or stages; at --shape if given");
+      "train (forward, backward), prefill (forward), decode (one token, state in place), "
+      "stages or host (what a call costs its thread); at --shape if given");
   sub->add_option("--repeat", command.repeat, "Timed runs, fewer if they take over 10 s")
       ->check(CLI::Range(1, 100000))
       ->capture_default_str();

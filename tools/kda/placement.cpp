@@ -56,6 +56,9 @@ class HostPlacement final : public Placement {
     if (Status status = plan.run(args); !status.ok()) return status;
     return seconds_since(start);
   }
+  Result<HostCost> host_cost(const Plan&, const Args&) override {
+    return Status(StatusCode::kUnsupported, "host cost: on the CPU the call is the computation");
+  }
   Status fetch() override { return {}; }
   Status flush_cache() override {
     cold_.resize(cold_bytes());

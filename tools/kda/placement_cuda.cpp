@@ -1,6 +1,7 @@
 #include "placement_cuda.h"
 
 #include <algorithm>
+#include <chrono>
 #include <utility>
 #include <vector>
 
@@ -66,7 +67,7 @@ class CudaPlacement final : public Placement {
 
   Result<void*> output(HostTensor& tensor) override {
     Result<void*> address = upload(tensor);
-    if (address.ok()) outputs_.push_back({&tensor, *address});
+    if (address.ok()) outputs_.emplace_back(&tensor, *address);
     return address;
   }
 
@@ -86,6 +87,20 @@ class CudaPlacement final : public Placement {
     if (Status s = plan.run(args, stream_); !s.ok()) return s;
     if (Status s = checked("event", cudaEventRecord(stop_, stream_)); !s.ok()) return s;
     return elapsed();
+  }
+
+  Result<HostCost> host_cost(const Plan& plan, const Args& args) override {
+    HostCost cost;
+    Result<int64_t> launches = count_launches(plan, args);
+    if (!launches.ok()) return launches.status();
+    cost.launches = *launches;
+    if (Status s = checked("run", cudaStreamSynchronize(stream_)); !s.ok()) return s;
+    const auto start = std::chrono::steady_clock::now();
+    if (Status s = plan.run(args, stream_); !s.ok()) return s;
+    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+    if (Status s = checked("run", cudaStreamSynchronize(stream_)); !s.ok()) return s;
+    cost.seconds = elapsed.count();
+    return cost;
   }
 
   Status fetch() override {
@@ -126,6 +141,21 @@ class CudaPlacement final : public Placement {
   }
 
  private:
+  /// Nodes of the graph that one run is.
+  Result<int64_t> count_launches(const Plan& plan, const Args& args) {
+    Status s = checked("capture", cudaStreamBeginCapture(stream_, cudaStreamCaptureModeGlobal));
+    if (!s.ok()) return s;
+    const Status ran = plan.run(args, stream_);
+    cudaGraph_t graph = nullptr;
+    if (s = checked("capture", cudaStreamEndCapture(stream_, &graph)); !s.ok()) return s;
+    std::size_t nodes = 0;
+    s = checked("graph", cudaGraphGetNodes(graph, nullptr, &nodes));
+    cudaGraphDestroy(graph);
+    if (!ran.ok()) return ran;
+    if (!s.ok()) return s;
+    return static_cast<int64_t>(nodes);
+  }
+
   Result<void*> upload(const HostTensor& tensor) {
     DeviceMemory memory;
     if (Status s = memory.allocate(tensor.bytes.size()); !s.ok()) return s;

@@ -38,9 +38,16 @@ Problem whole_operation(Operation operation, const Sizes& sizes, const BenchOpti
   if (options.gate != Gate::kNone) {
     problem.set(TensorId::kALog, DType::kF32).set(TensorId::kDtBias, DType::kF32);
   }
-  if (operation == Operation::kRecurrent) problem.set(TensorId::kInitialState, DType::kF32);
   want_outputs(problem, options.io);
   return problem;
+}
+
+/// A step of decoding, the state updated in place.
+Workload decode(const Sizes& sizes, const BenchOptions& options, DType state, bool v_first) {
+  Problem problem = whole_operation(Operation::kRecurrent, sizes, options);
+  problem.state_v_first = v_first;
+  problem.set(TensorId::kInitialState, state).set(TensorId::kFinalState, state);
+  return {problem, true};
 }
 
 Problem stage(Operation operation, const Sizes& sizes, DType io) {
@@ -58,6 +65,10 @@ Problem stage(Operation operation, const Sizes& sizes, DType io) {
     problem.set(TensorId::kDg, accurate(io)).set(TensorId::kDbeta, accurate(io));
   }
   return problem;
+}
+
+bool decodes(Suite suite, const Sizes& sizes) {
+  return suite == Suite::kDecode || (suite == Suite::kHost && sizes.T == 1);
 }
 
 /// The first token rows of a small tensor, repeated over B rows of T tokens.
@@ -88,8 +99,18 @@ std::vector<Sizes> shapes_of(Suite suite, DeviceType device) {
       if (cuda) return {shape(1, 8192, 96, 96, 128, 128), shape(8, 2048, 32, 32, 128, 128)};
       return {shape(1, 2048, 8, 8, 128, 128), shape(4, 512, 4, 8, 128, 128)};
     case Suite::kDecode:
-      if (cuda) return {shape(1, 1, 32, 32, 128, 128), shape(128, 1, 32, 32, 128, 128)};
+      if (cuda) {
+        std::vector<Sizes> shapes;
+        for (const int64_t T : {1, 4, 8}) {
+          for (const int64_t B : {1, 8, 32, 128, 256})
+            shapes.push_back(shape(B, T, 32, 32, 128, 128));
+        }
+        shapes.push_back(shape(1024, 1, 32, 32, 128, 128));
+        return shapes;
+      }
       return {shape(1, 1, 32, 32, 128, 128), shape(32, 1, 32, 32, 128, 128)};
+    case Suite::kHost:
+      return {shape(1, 64, 4, 4, 128, 128), shape(1, 1, 4, 4, 128, 128)};
     case Suite::kStages:
       return {cuda ? shape(1, 8192, 96, 96, 128, 128) : shape(1, 4096, 4, 4, 128, 128)};
     default:
@@ -106,9 +127,13 @@ std::vector<Sizes> shapes_of(Suite suite, DeviceType device) {
 
 std::vector<Workload> workloads_of(Suite suite, const Sizes& sizes, const BenchOptions& options) {
   std::vector<Workload> list;
-  switch (suite) {
+  switch (decodes(suite, sizes) ? Suite::kDecode : suite) {
     case Suite::kDecode:
-      list.push_back({whole_operation(Operation::kRecurrent, sizes, options), true});
+      for (const DType state : {DType::kF32, DType::kBF16}) {
+        for (const bool v_first : {false, true}) {
+          list.push_back(decode(sizes, options, state, v_first));
+        }
+      }
       break;
     case Suite::kStages:
       for (const Operation operation :
@@ -148,16 +173,25 @@ cases::TensorMap inputs_of(Suite suite, const Sizes& sizes, const BenchOptions& 
     const bool has_tokens = tensor.shape.size() > 2;
     inputs[id] = has_tokens ? repeated(tensor, sizes.B, sizes.T) : std::move(tensor);
   }
-  if (suite == Suite::kDecode) {
-    spec.initial_state = true;
-    const cases::Case with_state = cases::generate(spec);
-    HostTensor state = *with_state.input(TensorId::kInitialState);
-    const int64_t size = state.count();
-    HostTensor states(state.dtype, {sizes.B, sizes.HV, sizes.K, sizes.V});
-    for (int64_t i = 0; i < states.count(); ++i) states.set(i, state.get(i % size));
-    inputs[TensorId::kInitialState] = std::move(states);
-  }
   return inputs;
+}
+
+HostTensor initial_state_of(const Problem& problem) {
+  CaseSpec spec;
+  spec.sizes = problem.sizes;
+  spec.sizes.B = 1;
+  spec.initial_state = true;
+  spec.state_v_first = problem.state_v_first;
+  const DType dtype = problem[TensorId::kInitialState].dtype;
+  const cases::Case small = cases::generate(spec);
+  const HostTensor one = cases::converted(*small.input(TensorId::kInitialState), dtype);
+  std::vector<int64_t> shape = one.shape;
+  shape[0] = problem.sizes.B;
+  HostTensor all = HostTensor::uninitialised(dtype, shape);
+  for (std::size_t at = 0; at < all.bytes.size(); at += one.bytes.size()) {
+    std::memcpy(all.bytes.data() + at, one.bytes.data(), one.bytes.size());
+  }
+  return all;
 }
 
 double flop_of(const Problem& problem) {

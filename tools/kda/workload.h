@@ -14,7 +14,8 @@ struct Workload {
   bool state_in_place = false;  ///< final_state is initial_state, as in decoding
 };
 
-enum class Suite { kShape, kTrain, kPrefill, kDecode, kStages };
+/// kHost times the host side of small calls, the others the device.
+enum class Suite { kShape, kTrain, kPrefill, kDecode, kStages, kHost };
 
 /// What a training or serving system passes: normalisation, gate and sigmoid inside the operator.
 struct BenchOptions {
@@ -28,8 +29,12 @@ std::vector<Sizes> shapes_of(Suite suite, DeviceType device);
 /// The operations of a suite at one shape, in an order in which each finds its inputs.
 std::vector<Workload> workloads_of(Suite suite, const Sizes& sizes, const BenchOptions& options);
 
-/// Random inputs for them: what a case holds, tokens repeated beyond the first 1024 of a row.
+/// Random inputs for them: what a case holds, tokens repeated beyond the first 1024 of a row. A
+/// state that is updated in place is initial_state_of its workload.
 cases::TensorMap inputs_of(Suite suite, const Sizes& sizes, const BenchOptions& options);
+
+/// Random, one sequence's state repeated.
+cases::HostTensor initial_state_of(const Problem& problem);
 
 /// Floating-point operations, a multiply-add as two, of the chunked form (section 8).
 double flop_of(const Problem& problem);

@@ -46,26 +46,27 @@ Recomputed recompute(Pipeline& run) {
   return f;
 }
 
-/// Steps 3.5 to 3.10 back from the gradient of the decay.
-void gate_backward(Pipeline& run, const Tensor& dg_decay) {
+/// Section 3 back from the gradients of the decay and of the activated beta.
+void activations_backward(Pipeline& run, const Tensor& dg_decay, const Tensor& dbeta) {
   const Sizes& sizes = run.problem().sizes;
   const bool parameters = run.has(kDALog) || run.has(kDdtBias);
-  if (!run.has(kDg) && !parameters) return;
-  Tensor partial;
-  if (parameters) partial = run.scratch({run.problem().chunk_rows(), sizes.HV, sizes.K + 1});
-  run(launch_gate_bwd,
-      GateBackwardParams{run.gate(), dg_decay, run[kDg], partial, run.heads(), run.sequences()});
+  const bool beta = run.problem().beta_sigmoid && run.has(kDbeta);
+  if (!run.has(kDg) && !parameters && !beta) return;
+  ActivateBackwardParams params;
+  params.gate = run.gate();
+  params.dg_decay = dg_decay;
+  params.dg = run[kDg];
+  if (parameters) params.partial = run.scratch({run.problem().chunk_rows(), sizes.HV, sizes.K + 1});
+  params.logit = run[kBeta];
+  params.dbeta = dbeta;
+  if (beta) params.dlogit = run[kDbeta];
+  params.beta_factor = run.beta_factor();
+  params.heads = run.heads();
+  params.sequences = run.sequences();
+  run(launch_activate_bwd, params);
   if (!parameters) return;
-  run(launch_gate_reduce, GateReduceParams{partial, run[kDALog], run[kDdtBias],
+  run(launch_gate_reduce, GateReduceParams{params.partial, run[kDALog], run[kDdtBias],
                                            run.problem().chunk_rows(), run.heads()});
-}
-
-void qk_backward(Pipeline& run, TensorId output, TensorId input, const Tensor& source,
-                 const Tensor& r) {
-  if (!run.has(output)) return;
-  const Sizes& sizes = run.problem().sizes;
-  run(launch_group_sum, GroupSumParams{source, run[input], r, run[output], sizes.B, sizes.T,
-                                       run.heads(), run.sequences()});
 }
 
 }  // namespace
@@ -99,13 +100,8 @@ void chunk_bwd(Pipeline& run) {
       IntraBackwardParams{run[kQ], run[kK], x.rq, x.rk, x.beta, x.gamma, dP, dL, dq, dk, dg, dbeta,
                           dq, dk, dg, problem.beta_sigmoid ? dbeta : run[kDbeta], heads,
                           run.sequences()});
-  qk_backward(run, kDq, kQ, dq, x.rq);
-  qk_backward(run, kDk, kK, dk, x.rk);
-  if (problem.beta_sigmoid && run.has(kDbeta)) {
-    run(launch_beta, BetaParams{run[kBeta], dbeta, run[kDbeta], sizes.B, sizes.T, sizes.HV,
-                                problem.allow_neg_eigval ? 2.0 : 1.0, run.sequences()});
-  }
-  gate_backward(run, dg);
+  run.sum_groups({{{kDq, dq, run[kQ], x.rq}, {kDk, dk, run[kK], x.rk}}});
+  activations_backward(run, dg, dbeta);
   run.finish();
 }
 

@@ -6,8 +6,8 @@
 //
 // Shared memory, in elements: q, k, Gamma panels [32][68] each (later P and A), L [64][65],
 // 4 x 64 scalars.
+#include "cuda/generic/chunk_launch.h"
 #include "cuda/generic/stages.h"
-#include "cuda/launch.h"
 #include "cuda/tile/chunk_tile.cuh"
 #include "cuda/tile/gate.cuh"
 
@@ -153,9 +153,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<Real>)
 }  // namespace
 
 Status launch_intra(const IntraParams& p, bool fp64, cudaStream_t stream) {
-  const std::size_t element = fp64 ? sizeof(double) : sizeof(float);
-  return launch({"intra", p.sequences.chunk_rows * p.heads.HV, kThreads, kSharedElements * element},
-                fp64 ? intra<double> : intra<float>, p, stream);
+  return launch_chunks("intra", intra<float>, intra<double>, kThreads, kSharedElements, p, fp64,
+                       stream);
 }
 
 }  // namespace kda::cuda

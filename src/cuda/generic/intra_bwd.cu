@@ -7,8 +7,8 @@
 //
 // Shared memory, in elements: q, k, Gamma [64][33] each (Gamma's later the terms summed over rows),
 // pairs (dP, dL) of the lower triangle [2080][2], beta [64]. 84 KB in fp64.
+#include "cuda/generic/chunk_launch.h"
 #include "cuda/generic/stages.h"
-#include "cuda/launch.h"
 #include "cuda/tile/chunk_tile.cuh"
 #include "cuda/tile/gate.cuh"
 
@@ -281,10 +281,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<Real>)
 }  // namespace
 
 Status launch_intra_bwd(const IntraBackwardParams& p, bool fp64, cudaStream_t stream) {
-  const std::size_t element = fp64 ? sizeof(double) : sizeof(float);
-  return launch(
-      {"intra_bwd", p.sequences.chunk_rows * p.heads.HV, kThreads, kSharedElements * element},
-      fp64 ? intra_bwd<double> : intra_bwd<float>, p, stream);
+  return launch_chunks("intra_bwd", intra_bwd<float>, intra_bwd<double>, kThreads, kSharedElements,
+                       p, fp64, stream);
 }
 
 }  // namespace kda::cuda

@@ -1,8 +1,8 @@
 // o from states and scores: (4.17), and do h^T: (5.1). One block a chunk and value head.
 //
 // Shared memory, in elements: two operand panels [32][68], 64 scalars.
+#include "cuda/generic/chunk_launch.h"
 #include "cuda/generic/stages.h"
-#include "cuda/launch.h"
 #include "cuda/tile/chunk_tile.cuh"
 #include "cuda/tile/gate.cuh"
 
@@ -109,17 +109,13 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<Real>)
 }  // namespace
 
 Status launch_output(const OutputParams& p, bool fp64, cudaStream_t stream) {
-  const std::size_t element = fp64 ? sizeof(double) : sizeof(float);
-  return launch(
-      {"output", p.sequences.chunk_rows * p.heads.HV, kThreads, kSharedElements * element},
-      fp64 ? output<double> : output<float>, p, stream);
+  return launch_chunks("output", output<float>, output<double>, kThreads, kSharedElements, p, fp64,
+                       stream);
 }
 
 Status launch_dq_raw(const DqRawParams& p, bool fp64, cudaStream_t stream) {
-  const std::size_t element = fp64 ? sizeof(double) : sizeof(float);
-  return launch(
-      {"dq_raw", p.sequences.chunk_rows * p.heads.HV, kThreads, kSharedElements * element},
-      fp64 ? dq_raw<double> : dq_raw<float>, p, stream);
+  return launch_chunks("dq_raw", dq_raw<float>, dq_raw<double>, kThreads, kSharedElements, p, fp64,
+                       stream);
 }
 
 }  // namespace kda::cuda

@@ -54,6 +54,20 @@ Tensor Pipeline::checkpoints() {
   return scratch_.tensor({problem_.chunk_rows(), sizes.HV, sizes.K, sizes.V});
 }
 
+void Pipeline::sum_groups(const std::array<GroupSum, 2>& sums) {
+  GroupSumParams params;
+  for (const GroupSum& sum : sums) {
+    if (has(sum.target)) {
+      params.jobs[params.count++] = {sum.source, sum.x, sum.r, (*this)[sum.target]};
+    }
+  }
+  params.B = problem_.sizes.B;
+  params.T = problem_.sizes.T;
+  params.heads = heads();
+  params.sequences = sequences_;
+  (*this)(launch_group_sum, params);
+}
+
 void Pipeline::copy_out(TensorId id, const Tensor& source) {
   if (has(id)) copies_[static_cast<std::size_t>(id)] = source;
 }
@@ -98,26 +112,25 @@ Activations activate(Pipeline& run) {
   const Problem& problem = run.problem();
   const Sizes& sizes = problem.sizes;
   Activations result;
-  result.beta = run[TensorId::kBeta];
+  ActivateParams params;
   if (problem.qk_l2norm) {
-    result.rq = run.scalars(sizes.H);
-    result.rk = run.scalars(sizes.H);
-    run(launch_norms, NormsParams{run[TensorId::kQ], run[TensorId::kK], result.rq, result.rk,
-                                  sizes.B, sizes.T, run.heads()});
+    result.rq = params.rq = run.scalars(sizes.H);
+    result.rk = params.rk = run.scalars(sizes.H);
   }
+  result.beta = run[TensorId::kBeta];
   if (problem.beta_sigmoid) {
-    result.beta = run.scalars(sizes.HV);
-    run(launch_beta, BetaParams{run[TensorId::kBeta],
-                                {},
-                                result.beta,
-                                sizes.B,
-                                sizes.T,
-                                sizes.HV,
-                                problem.allow_neg_eigval ? 2.0 : 1.0,
-                                run.sequences()});
+    params.logit = run[TensorId::kBeta];
+    result.beta = params.beta = run.scalars(sizes.HV);
   }
   result.gamma = run.tokens(sizes.HV, sizes.K);
-  run(launch_gate_cumsum, GateCumsumParams{run.gate(), result.gamma, run.heads(), run.sequences()});
+  params.gate = run.gate();
+  params.gamma = result.gamma;
+  params.q = run[TensorId::kQ];
+  params.k = run[TensorId::kK];
+  params.beta_factor = run.beta_factor();
+  params.heads = run.heads();
+  params.sequences = run.sequences();
+  run(launch_activate, params);
   return result;
 }
 

@@ -1,6 +1,7 @@
 // A sequence of launches that is written once and used twice: to measure the workspace and to run.
 #pragma once
 
+#include <array>
 #include <memory>
 
 #include "cuda/executor.h"
@@ -20,6 +21,7 @@ class Pipeline {
   const Sequences& sequences() const { return sequences_; }
   Heads heads() const { return heads_of(problem_); }
   double scale() const { return problem_.effective_scale(); }
+  double beta_factor() const { return problem_.allow_neg_eigval ? 2 : 1; }
   bool has(TensorId id) const { return problem_.has(id); }
   Tensor operator[](TensorId id) const { return tensor_of(problem_, args_, id); }
   Tensor state(TensorId id) const { return state_of(problem_, args_, id); }
@@ -36,6 +38,14 @@ class Pipeline {
   void operator()(Status (*launcher)(const Params&, bool, cudaStream_t), const Params& params) {
     if (!measuring_ && status_.ok()) status_ = launcher(params, fp64_, stream_);
   }
+
+  /// Sums per-value-head gradients into those outputs that are asked for.
+  struct GroupSum {
+    TensorId target;
+    Tensor source;  ///< [B,T,HV,K]
+    Tensor x, r;    ///< with r: through the normalisation of x
+  };
+  void sum_groups(const std::array<GroupSum, 2>& sums);
 
   /// Copies scratch into an output of the operation when `finish` runs; unused rows become 0.
   void copy_out(TensorId id, const Tensor& source);

@@ -6,7 +6,12 @@ namespace kda::cuda {
 using enum TensorId;
 
 void stage_gate_cumsum(Pipeline& run) {
-  run(launch_gate_cumsum, GateCumsumParams{run.gate(), run[kGamma], run.heads(), run.sequences()});
+  ActivateParams params;
+  params.gate = run.gate();
+  params.gamma = run[kGamma];
+  params.heads = run.heads();
+  params.sequences = run.sequences();
+  run(launch_activate, params);
   run.finish();
 }
 
@@ -131,11 +136,7 @@ void stage_intra_bwd(Pipeline& run) {
                                             run[kDbeta],
                                             run.heads(),
                                             run.sequences()});
-  for (const auto& [id, source] : {std::pair{kDq, dq}, std::pair{kDk, dk}}) {
-    if (!grouped || !run.has(id)) continue;
-    run(launch_group_sum,
-        GroupSumParams{source, {}, {}, run[id], sizes.B, sizes.T, run.heads(), run.sequences()});
-  }
+  if (grouped) run.sum_groups({{{kDq, dq, {}, {}}, {kDk, dk, {}, {}}}});
   run.finish();
 }
 

@@ -29,32 +29,19 @@ struct CopyRowsParams {
 };
 Status launch_copy_rows(const CopyRowsParams& params, bool fp64, cudaStream_t stream);
 
-/// 1 / sqrt(sum x^2 + 1e-6) of each q and k vector: (3.1).
-struct NormsParams {
-  Tensor q, k;    ///< [B,T,H,K]
-  Tensor rq, rk;  ///< [B,T,H]
-  int64_t B = 1, T = 0;
-  Heads heads;
-};
-Status launch_norms(const NormsParams& params, bool fp64, cudaStream_t stream);
-
-/// beta = m sigmoid(logit): (3.12), or with `gradient` its derivative times that: (3.13).
-struct BetaParams {
-  Tensor logit, gradient, result;  ///< [B,T,HV]
-  int64_t B = 1, T = 0, HV = 1;
-  double factor = 1;  ///< m
-  Sequences sequences;
-};
-Status launch_beta(const BetaParams& params, bool fp64, cudaStream_t stream);
-
-/// (4.1), (4.2) with the gate inside.
-struct GateCumsumParams {
+/// What the chunks need of section 3: gamma (4.1), (4.2) with the gate inside, and where its result
+/// is asked for beta = factor sigmoid(logit) (3.12) and 1 / sqrt(sum x^2 + 1e-6) of q and k (3.1).
+struct ActivateParams {
   GateParams gate;
-  Tensor gamma;  ///< [B,T,HV,K]
+  Tensor gamma;        ///< [B,T,HV,K]
+  Tensor q, k;         ///< [B,T,H,K]
+  Tensor rq, rk;       ///< [B,T,H]; both or neither
+  Tensor logit, beta;  ///< [B,T,HV]; both or neither
+  double beta_factor = 1;
   Heads heads;
   Sequences sequences;
 };
-Status launch_gate_cumsum(const GateCumsumParams& params, bool fp64, cudaStream_t stream);
+Status launch_activate(const ActivateParams& params, bool fp64, cudaStream_t stream);
 
 /// (4.4)-(4.7).
 struct IntraParams {
@@ -145,26 +132,33 @@ Status launch_intra_bwd(const IntraBackwardParams& params, bool fp64, cudaStream
 
 /// Sums over the value heads of a group in order, then (3.3) where x and r are given.
 struct GroupSumParams {
-  Tensor source;  ///< [B,T,HV,K]
-  Tensor x, r;    ///< [B,T,H,K], [B,T,H]
-  Tensor target;  ///< [B,T,H,K]
+  struct Job {
+    Tensor source;  ///< [B,T,HV,K]
+    Tensor x, r;    ///< [B,T,H,K], [B,T,H]
+    Tensor target;  ///< [B,T,H,K]
+  };
+  Job jobs[2];
+  int32_t count = 0;
   int64_t B = 1, T = 0;
   Heads heads;
   Sequences sequences;
 };
 Status launch_group_sum(const GroupSumParams& params, bool fp64, cudaStream_t stream);
 
-/// (3.5)-(3.7), (3.9)-(3.11); 0 at clamped tokens. `partial` [chunk rows, HV, K + 1] receives the
-/// sums over the rows of a chunk: K of dz, then one for dA_log.
-struct GateBackwardParams {
+/// (3.5)-(3.7), (3.9)-(3.11), 0 at clamped tokens: dg and `partial`. `partial` [chunk rows, HV,
+/// K + 1] receives the sums over the rows of a chunk: K of dz, then one for dA_log. And dlogit by
+/// (3.13). What is absent is left out.
+struct ActivateBackwardParams {
   GateParams gate;
   Tensor dg_decay;  ///< gradient of the natural-log decay
   Tensor dg;        ///< gradient of the raw gate input
   Tensor partial;
+  Tensor logit, dbeta, dlogit;  ///< [B,T,HV]
+  double beta_factor = 1;
   Heads heads;
   Sequences sequences;
 };
-Status launch_gate_bwd(const GateBackwardParams& params, bool fp64, cudaStream_t stream);
+Status launch_activate_bwd(const ActivateBackwardParams& params, bool fp64, cudaStream_t stream);
 
 /// The second stage of the sums over all rows, in fixed order.
 struct GateReduceParams {

@@ -19,13 +19,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<Real>)
   Real* const v_new = panel + kStatePanel;
   Real* const decay = v_new + kTileRows * Tile::kStride;
   const Tile state{decay + kMaxK, K};
-  const int64_t v_tiles = (p.heads.V + Tile::kColumns - 1) / Tile::kColumns;
-  const int64_t tiles = p.sequences.count * p.heads.HV * v_tiles;
+  const int64_t tiles = scan_tiles(p.sequences, p.heads, Tile::kColumns);
   for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
-    const int64_t v0 = index % v_tiles * Tile::kColumns;
-    const int64_t hv = index / v_tiles % p.heads.HV;
-    const int64_t sequence = index / v_tiles / p.heads.HV;
-    const TokenRange range = chunks_of(p.sequences, sequence);
+    const auto [v0, hv, sequence, range] = scan_tile(p.sequences, p.heads, Tile::kColumns, index);
     __syncthreads();
     state.load(p.initial_state, sequence, hv, v0, p.heads.V);
     for (int64_t c = 0; c < range.chunks; ++c) {

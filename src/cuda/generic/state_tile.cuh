@@ -17,6 +17,27 @@ __device__ __forceinline__ Chunk chunk_in(const TokenRange& range, int64_t c, in
   return {range.batch, begin, static_cast<int32_t>(rest < C ? rest : C)};
 }
 
+/// A block's share of a scan: columns v0.. of one value head of one sequence.
+struct ScanTile {
+  int64_t v0;
+  int64_t hv;
+  int64_t sequence;
+  TokenRange range;
+};
+
+__device__ __forceinline__ int64_t scan_tiles(const Sequences& sequences, const Heads& heads,
+                                              int columns) {
+  return sequences.count * heads.HV * ((heads.V + columns - 1) / columns);
+}
+
+__device__ __forceinline__ ScanTile scan_tile(const Sequences& sequences, const Heads& heads,
+                                              int columns, int64_t index) {
+  const int64_t v_tiles = (heads.V + columns - 1) / columns;
+  const int64_t sequence = index / v_tiles / heads.HV;
+  return {index % v_tiles * columns, index / v_tiles % heads.HV, sequence,
+          chunks_of(sequences, sequence)};
+}
+
 template <class Real>
 struct StateTile {
   /// Columns of V a block: in fp64 half, so that K = 256 fits the 99 KB of sm_86.

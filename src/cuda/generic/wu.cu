@@ -2,8 +2,8 @@
 //
 // Shared memory, in elements: A^T and a right-hand side, [64][68] each, 3 x 64 scalars, Gamma of
 // the last row [256].
+#include "cuda/generic/chunk_launch.h"
 #include "cuda/generic/stages.h"
-#include "cuda/launch.h"
 #include "cuda/tile/chunk_tile.cuh"
 #include "cuda/tile/gate.cuh"
 
@@ -105,9 +105,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<Real>)
 }  // namespace
 
 Status launch_wu(const WuParams& p, bool fp64, cudaStream_t stream) {
-  const std::size_t element = fp64 ? sizeof(double) : sizeof(float);
-  return launch({"wu", p.sequences.chunk_rows * p.heads.HV, kThreads, kSharedElements * element},
-                fp64 ? wu<double> : wu<float>, p, stream);
+  return launch_chunks("wu", wu<float>, wu<double>, kThreads, kSharedElements, p, fp64, stream);
 }
 
 }  // namespace kda::cuda

@@ -3,8 +3,8 @@
 //
 // Shared memory, in elements: five operand panels [32][68] (later two tiles [64][65] whose columns
 // are summed), 3 x 64 scalars, rowsum_V(h . dh) in four parts [4][64], Gamma of the last row [256].
+#include "cuda/generic/chunk_launch.h"
 #include "cuda/generic/stages.h"
-#include "cuda/launch.h"
 #include "cuda/tile/chunk_tile.cuh"
 #include "cuda/tile/gate.cuh"
 
@@ -188,10 +188,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<Real>)
 }  // namespace
 
 Status launch_wy_key(const WyKeyParams& p, bool fp64, cudaStream_t stream) {
-  const std::size_t element = fp64 ? sizeof(double) : sizeof(float);
-  return launch(
-      {"wy_key", p.sequences.chunk_rows * p.heads.HV, kThreads, kSharedElements * element},
-      fp64 ? wy_key<double> : wy_key<float>, p, stream);
+  return launch_chunks("wy_key", wy_key<float>, wy_key<double>, kThreads, kSharedElements, p, fp64,
+                       stream);
 }
 
 }  // namespace kda::cuda

@@ -3,8 +3,8 @@
 //
 // Shared memory, in elements: A [64][68]; dv_new [64][36], later v_new^T [32][68]; R^T and do^T
 // [32][68] each; beta [64].
+#include "cuda/generic/chunk_launch.h"
 #include "cuda/generic/stages.h"
-#include "cuda/launch.h"
 #include "cuda/tile/chunk_tile.cuh"
 
 namespace kda::cuda {
@@ -103,10 +103,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<Real>)
 }  // namespace
 
 Status launch_wy_value(const WyValueParams& p, bool fp64, cudaStream_t stream) {
-  const std::size_t element = fp64 ? sizeof(double) : sizeof(float);
-  return launch(
-      {"wy_value", p.sequences.chunk_rows * p.heads.HV, kThreads, kSharedElements * element},
-      fp64 ? wy_value<double> : wy_value<float>, p, stream);
+  return launch_chunks("wy_value", wy_value<float>, wy_value<double>, kThreads, kSharedElements, p,
+                       fp64, stream);
 }
 
 }  // namespace kda::cuda

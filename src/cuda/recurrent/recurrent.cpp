@@ -31,7 +31,20 @@ DType state_dtype(const RecurrentParams& p) {
   return one.dtype == other.dtype ? static_cast<DType>(one.dtype) : DType::kNone;
 }
 
-RecurrentParams params_of(const Problem& problem, const Args& args) {
+class RecurrentExecutor final : public CudaExecutor {
+ public:
+  using CudaExecutor::CudaExecutor;
+
+ protected:
+  Status enqueue(const Args& args, cudaStream_t stream) const override {
+    return launch_recurrent(recurrent_params(problem(), args), problem().state_v_first,
+                            computes_in_fp64(problem()), stream);
+  }
+};
+
+}  // namespace
+
+RecurrentParams recurrent_params(const Problem& problem, const Args& args) {
   RecurrentParams p;
   p.q = tensor_of(problem, args, TensorId::kQ);
   p.k = tensor_of(problem, args, TensorId::kK);
@@ -41,6 +54,7 @@ RecurrentParams params_of(const Problem& problem, const Args& args) {
   p.initial_state = state_of(problem, args, TensorId::kInitialState);
   p.final_state = state_of(problem, args, TensorId::kFinalState);
   p.indices = tensor_of(problem, args, TensorId::kStateIndices);
+  p.num_accepted = tensor_of(problem, args, TensorId::kNumAccepted);
   p.o = tensor_of(problem, args, TensorId::kO);
   p.sequences.cu = tensor_of(problem, args, TensorId::kCuSeqlens);
   p.sequences.count = problem.sequences();
@@ -51,25 +65,17 @@ RecurrentParams params_of(const Problem& problem, const Args& args) {
   p.beta_factor = problem.allow_neg_eigval ? 2 : 1;
   p.qk_l2norm = problem.qk_l2norm;
   p.beta_sigmoid = problem.beta_sigmoid;
+  p.copies_states = p.final_state.data != nullptr && p.final_state.data != p.initial_state.data;
   return p;
 }
 
-class RecurrentExecutor final : public CudaExecutor {
- public:
-  using CudaExecutor::CudaExecutor;
-
- protected:
-  Status enqueue(const Args& args, cudaStream_t stream) const override {
-    const RecurrentParams p = params_of(problem(), args);
-    const bool fp64 = computes_in_fp64(problem());
-    if (recurrent_step_takes(p, problem().state_v_first, fp64)) {
-      return launch_recurrent_step(p, problem().state_v_first, stream);
-    }
-    return launch_recurrent_any(p, fp64, stream);
+Status launch_recurrent(const RecurrentParams& p, bool state_v_first, bool fp64,
+                        cudaStream_t stream) {
+  if (recurrent_step_takes(p, state_v_first, fp64)) {
+    return launch_recurrent_step(p, state_v_first, stream);
   }
-};
-
-}  // namespace
+  return launch_recurrent_any(p, fp64, stream);
+}
 
 bool recurrent_step_takes(const RecurrentParams& p, bool state_v_first, bool fp64) {
   const DType dtype = state_dtype(p);

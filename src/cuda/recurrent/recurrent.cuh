@@ -18,6 +18,7 @@
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/recurrent/tokens.cuh"
 #include "cuda/tile/shared_memory.cuh"
+#include "cuda/tile/vector16.cuh"
 
 namespace kda::cuda {
 
@@ -27,21 +28,13 @@ using RecurrentToken = Token<float, K, kMaxRecurrentColumns>;
 /// One 16-byte vector of the state.
 template <class State>
 struct StateVector {
-  static constexpr int kSize = kStateVector<State>;
+  static constexpr int kSize = Vector16<State>::kSize;
   float x[kSize];
 
-  __device__ __forceinline__ void load(const uint4& bits) {
-    const State* values = reinterpret_cast<const State*>(&bits);
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) x[i] = to_real<float>(values[i]);
-  }
+  __device__ __forceinline__ void load(const uint4& bits) { Vector16<State>::unpack(bits, x); }
   // Streaming: a state is written once and not read again here.
   __device__ __forceinline__ void save(State* to) const {
-    uint4 packed;
-    State* values = reinterpret_cast<State*>(&packed);
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) values[i] = from_real<State>(x[i]);
-    __stcs(reinterpret_cast<uint4*>(to), packed);
+    __stcs(reinterpret_cast<uint4*>(to), Vector16<State>::pack(x));
   }
 };
 
@@ -97,9 +90,8 @@ struct KFirstState {
       const float q = token.q[line(r)];
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
-        s[r].x[i] *= decay;
-        error[i] += s[r].x[i] * k;
-        out[i] += s[r].x[i] * q;
+        decay_element(s[r].x[i], decay, k, error[i]);
+        out[i] = fma(s[r].x[i], q, out[i]);
       }
     }
 #pragma unroll
@@ -136,8 +128,8 @@ struct KFirstState {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float v = token.v[first_column + column() + i + j];
-        const float own = token.beta * (v - token.rk * e[j]);
-        result[i + j] = token.rq * total[j] + token.qk * own;
+        const float own = write_of(token.beta, token.rk, e[j], v);
+        result[i + j] = output_of(token.rq, token.qk, total[j], own);
         u[i + j] = token.rk * own;
       }
     }
@@ -149,7 +141,7 @@ struct KFirstState {
     for (int r = 0; r < kRows; ++r) {
       const float k = token.k[line(r)];
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) s[r].x[i] += k * u[i];
+      for (int i = 0; i < kVector; ++i) s[r].x[i] = fma(k, u[i], s[r].x[i]);
     }
   }
 };
@@ -202,9 +194,8 @@ struct VFirstState {
         const float q = token.q[channel(j) + i];
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
-          s[r][j].x[i] *= decay;
-          error[r] += s[r][j].x[i] * k;
-          out[r] += s[r][j].x[i] * q;
+          decay_element(s[r][j].x[i], decay, k, error[r]);
+          out[r] = fma(s[r][j].x[i], q, out[r]);
         }
       }
     }
@@ -215,15 +206,17 @@ struct VFirstState {
         error[r] += __shfl_xor_sync(~0u, error[r], step);
         out[r] += __shfl_xor_sync(~0u, out[r], step);
       }
-      float u = token.beta * (token.v[first_column + line(r)] - token.rk * error[r]);
+      float u = write_of(token.beta, token.rk, error[r], token.v[first_column + line(r)]);
       if (threadIdx.x % kVectorLanes == 0) {
-        token.o[first_column + line(r)] = token.rq * out[r] + token.qk * u;
+        token.o[first_column + line(r)] = output_of(token.rq, token.qk, out[r], u);
       }
       u *= token.rk;
 #pragma unroll
       for (int j = 0; j < kParts; ++j) {
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) s[r][j].x[i] += token.k[channel(j) + i] * u;
+        for (int i = 0; i < kVector; ++i) {
+          s[r][j].x[i] = fma(token.k[channel(j) + i], u, s[r][j].x[i]);
+        }
       }
     }
   }
@@ -286,7 +279,7 @@ template <class Layout, class State, int K>
 __device__ __forceinline__ void advance(Layout& state, RecurrentShared<Layout, State, K>& shared,
                                         const RecurrentParams& p, const RecurrentTile& tile,
                                         int64_t v0, int stage, int& steps) {
-  const int64_t length = tile.tokens.end - tile.tokens.begin;
+  const int64_t length = tile.count;
   const int column = static_cast<int>(v0 - tile.v0);
   int64_t first = 0;
   do {  // once without tokens, for the state
@@ -317,10 +310,8 @@ __global__ void __launch_bounds__(kRecurrentThreads, kRecurrentBlocksPerSm<State
   const int64_t tiles = recurrent_tiles(p, p.columns);
   for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
     const RecurrentTile tile = recurrent_tile(p, index, p.columns);
-    if (tile.slot < 0) {
-      write_zeros<float>(p, tile, p.columns);
-      continue;
-    }
+    write_zeros<float>(p, tile, p.columns);
+    if (tile.slot < 0) continue;
     const int64_t end = clamp_index(tile.v0 + p.columns, 0, p.heads.V);
     int stage = 0;
     int steps = 0;

@@ -65,10 +65,8 @@ __global__ void __launch_bounds__(kAnyThreads)
   const int64_t tiles = recurrent_tiles(p, Shared::kColumns);
   for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
     const RecurrentTile tile = recurrent_tile(p, index, Shared::kColumns);
-    if (tile.slot < 0) {
-      write_zeros<Real>(p, tile, Shared::kColumns);
-      continue;
-    }
+    write_zeros<Real>(p, tile, Shared::kColumns);
+    if (tile.slot < 0) continue;
     const auto offset = [&](const Tensor& t, int k) {
       return tile.slot * t.stride[0] + tile.hv * t.stride[1] + k * t.stride[2] +
              (tile.v0 + column) * t.stride[3];
@@ -79,7 +77,7 @@ __global__ void __launch_bounds__(kAnyThreads)
                                     ? load<Real>(p.initial_state, offset(p.initial_state, k))
                                     : Real(0);
     }
-    const int64_t length = tile.tokens.end - tile.tokens.begin;
+    const int64_t length = tile.count;
     for (int64_t first = 0; first < length; first += kTokenBlock) {
       const int count = token_count(length, first, kTokenBlock);
       __syncthreads();

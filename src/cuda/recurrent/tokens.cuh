@@ -13,6 +13,7 @@ namespace kda::cuda {
 /// is touched and o is zero; packed problems have one such sequence more, for the unused rows.
 struct RecurrentTile {
   TokenRange tokens;
+  int64_t count;  ///< the first so many of them run; the rest of o is zero
   int64_t hv;
   int64_t v0;
   int64_t slot;
@@ -45,14 +46,20 @@ __device__ __forceinline__ RecurrentTile recurrent_tile(const RecurrentParams& p
   RecurrentTile tile;
   tile.v0 = by_columns.rest * columns;
   tile.hv = by_head.rest;
+  tile.slot = -1;
+  tile.count = 0;
   if (sequence == p.sequences.count) {
     tile.tokens = {0, used_tokens(p.sequences), p.sequences.T, 0, 0};
-    tile.slot = -1;
     return tile;
   }
   tile.tokens = tokens_of(p.sequences, sequence);
-  tile.slot = p.indices.data ? load_index(p.indices, sequence) : sequence;
-  if (tile.slot >= p.states) tile.slot = -1;
+  const int64_t slot = p.indices.data ? load_index(p.indices, sequence) : sequence;
+  const int64_t length = tile.tokens.end - tile.tokens.begin;
+  const int64_t count = p.num_accepted.data ? load_index(p.num_accepted, sequence) : length;
+  const bool valid = slot >= 0 && slot < p.states && count >= 0 && count <= length;
+  if (!valid || (count == 0 && !p.copies_states)) return tile;
+  tile.slot = slot;
+  tile.count = count;
   return tile;
 }
 
@@ -61,18 +68,26 @@ __device__ __forceinline__ int token_count(int64_t length, int64_t first, int bl
   return static_cast<int>(clamp_index(length - first, 0, block));
 }
 
-/// Zeros in o for all tokens of a tile.
+/// Zeros in o for the tokens of a tile that do not run. Of `threads` threads this is number
+/// `thread`.
 template <class Real>
-__device__ void write_zeros(const RecurrentParams& p, const RecurrentTile& tile, int columns) {
-  const int64_t count = (tile.tokens.end - tile.tokens.begin) * columns;
-  for (int64_t e = threadIdx.x; e < count; e += blockDim.x) {
+__device__ void write_zeros(const RecurrentParams& p, const RecurrentTile& tile, int columns,
+                            int thread, int threads) {
+  const int64_t first = tile.tokens.begin + tile.count;
+  const int64_t count = (tile.tokens.end - first) * columns;
+  for (int64_t e = thread; e < count; e += threads) {
     const int64_t v = tile.v0 + e % columns;
     if (v >= p.heads.V) continue;
-    store<Real>(p.o,
-                token_offset(p.o, tile.tokens.batch, tile.tokens.begin + e / columns, tile.hv) +
-                    v * p.o.stride[3],
-                Real(0));
+    store<Real>(
+        p.o, token_offset(p.o, tile.tokens.batch, first + e / columns, tile.hv) + v * p.o.stride[3],
+        Real(0));
   }
+}
+
+template <class Real>
+__device__ __forceinline__ void write_zeros(const RecurrentParams& p, const RecurrentTile& tile,
+                                            int columns) {
+  write_zeros<Real>(p, tile, columns, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
 }
 
 /// Inputs of a token. The norms of q and k are factors of their own.
@@ -93,6 +108,66 @@ template <class Real>
 __device__ __forceinline__ Real lane_sum(Real x) {
   for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
   return x;
+}
+
+/// Sums over channels, from which the factors of q and k follow.
+template <class Real>
+struct Products {
+  Real qq = 0, kk = 0, qk = 0;
+
+  __device__ __forceinline__ void add(Real q, Real k) {
+    qq = fma(q, q, qq);
+    kk = fma(k, k, kk);
+    qk = fma(q, k, qk);
+  }
+};
+
+/// The factors rq, rk, qk of a token from the sums of a warp's lanes; every lane gets them.
+template <class Real>
+__device__ __forceinline__ void set_factors(const RecurrentParams& p, const Products<Real>& sums,
+                                            Real& rq, Real& rk, Real& qk) {
+  rq = static_cast<Real>(p.scale);
+  rk = 1;
+  if (p.qk_l2norm) {
+    rq /= sqrt(lane_sum(sums.qq) + Real(1e-6));
+    rk /= sqrt(lane_sum(sums.kk) + Real(1e-6));
+  }
+  qk = rq * rk * lane_sum(sums.qk);
+}
+
+/// The decay factor of a channel. fp64 does not clamp: exp(-inf) = 0.
+template <class Real>
+__device__ __forceinline__ Real decay_of(const GateParams& params, const Gate<Real>& gate,
+                                         Real raw) {
+  const Real value = gate_value(params, gate, raw);
+  return exp(sizeof(Real) == 4 ? clamp_gate(value) : value);
+}
+
+template <class Real>
+__device__ __forceinline__ Real beta_of(const RecurrentParams& p, Real x) {
+  return p.beta_sigmoid ? static_cast<Real>(p.beta_factor) * sigmoid(x) : x;
+}
+
+// One token on one element, one column. Which products are fused into additions is written out, so
+// that every kernel gives the same bits.
+
+/// (2.1), and the element's share of St^T k.
+template <class Real>
+__device__ __forceinline__ void decay_element(Real& s, Real decay, Real k, Real& error) {
+  s *= decay;
+  error = fma(s, k, error);
+}
+
+/// (2.2), (2.3): u of a column, k as given (not yet times rk).
+template <class Real>
+__device__ __forceinline__ Real write_of(Real beta, Real rk, Real error, Real v) {
+  return beta * fma(-rk, error, v);
+}
+
+/// (2.5) from St: S^T q = St^T q + <q, k> u.
+template <class Real>
+__device__ __forceinline__ Real output_of(Real rq, Real qk, Real out, Real u) {
+  return fma(rq, out, qk * u);
 }
 
 /// What a thread asks for before it waits for anything: the parameters of its channel's gate, and
@@ -128,7 +203,7 @@ __device__ __forceinline__ Asked<Real> ask(const RecurrentParams& p, const Recur
 }
 
 /// The channel tid % K of q, k and the decay of every token. kTokenBatch tokens are asked for
-/// before the first is converted. fp64 does not clamp the decay: exp(-inf) = 0.
+/// before the first is converted.
 template <class Real, int K, int COLUMNS>
 __device__ __forceinline__ void load_keys(Token<Real, K, COLUMNS>* tokens, const RecurrentParams& p,
                                           const RecurrentTile& tile, int64_t token, int count,
@@ -153,17 +228,15 @@ __device__ __forceinline__ void load_keys(Token<Real, K, COLUMNS>* tokens, const
       raw[j] = load_raw<Real>(g, g_base + slot * g.stride[1]);
     }
     Gate<Real> gate;
-    if (p.gate.A_log.data) gate.slope = exp(convert<Real>(asked.A_log, p.gate.A_log.dtype));
+    if (p.gate.A_log.data) {
+      gate.slope = gate_slope(p.gate, convert<Real>(asked.A_log, p.gate.A_log.dtype));
+    }
     if (p.gate.dt_bias.data) gate.bias = convert<Real>(asked.dt_bias, p.gate.dt_bias.dtype);
 #pragma unroll
     for (int j = 0; j < kTokenBatch; ++j) {
       const int slot = first + j * step;
       if (slot >= count) continue;
-      Real decay = 1;
-      if (inside) {
-        const Real value = gate_value(p.gate, gate, convert<Real>(raw[j], g.dtype));
-        decay = exp(sizeof(Real) == 4 ? clamp_gate(value) : value);
-      }
+      const Real decay = inside ? decay_of(p.gate, gate, convert<Real>(raw[j], g.dtype)) : Real(1);
       tokens[slot].q[c] = inside ? convert<Real>(q[j], p.q.dtype) : Real(0);
       tokens[slot].k[c] = inside ? convert<Real>(k[j], p.k.dtype) : Real(0);
       tokens[slot].decay[c] = decay;
@@ -189,8 +262,7 @@ __device__ __forceinline__ void load_values(Token<Real, K, COLUMNS>* tokens,
     tokens[slot].v[e % COLUMNS] = inside ? convert<Real>(raw, p.v.dtype) : Real(0);
   }
   if (tid >= count) return;
-  const Real x = convert<Real>(asked.beta, p.beta.dtype);
-  tokens[tid].beta = p.beta_sigmoid ? static_cast<Real>(p.beta_factor) * sigmoid(x) : x;
+  tokens[tid].beta = beta_of(p, convert<Real>(asked.beta, p.beta.dtype));
 }
 
 /// One warp a token.
@@ -200,26 +272,15 @@ __device__ __forceinline__ void find_norms(Token<Real, K, COLUMNS>* tokens,
   const int lane = static_cast<int>(threadIdx.x) % 32;
   for (int slot = static_cast<int>(threadIdx.x) / 32; slot < count;
        slot += static_cast<int>(blockDim.x) / 32) {
-    Real qq = 0, kk = 0, qk = 0;
+    Products<Real> sums;
 #pragma unroll
-    for (int c = lane; c < K; c += 32) {
-      const Real q = tokens[slot].q[c];
-      const Real k = tokens[slot].k[c];
-      qq += q * q;
-      kk += k * k;
-      qk += q * k;
-    }
-    Real rq = static_cast<Real>(p.scale);
-    Real rk = 1;
-    if (p.qk_l2norm) {
-      rq /= sqrt(lane_sum(qq) + Real(1e-6));
-      rk /= sqrt(lane_sum(kk) + Real(1e-6));
-    }
-    qk = lane_sum(qk);
+    for (int c = lane; c < K; c += 32) sums.add(tokens[slot].q[c], tokens[slot].k[c]);
+    Real rq, rk, qk;
+    set_factors(p, sums, rq, rk, qk);
     if (lane != 0) continue;
     tokens[slot].rq = rq;
     tokens[slot].rk = rk;
-    tokens[slot].qk = rq * rk * qk;
+    tokens[slot].qk = qk;
   }
 }
 

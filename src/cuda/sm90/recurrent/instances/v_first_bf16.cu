@@ -1,0 +1,6 @@
+#include "cuda/sm90/recurrent/instances/instances.h"
+#include "cuda/sm90/recurrent/recurrent.cuh"
+
+namespace kda::cuda::sm90 {
+KDA_SM90_RECURRENT_INSTANCE(v_first_bf16, VFirst, __nv_bfloat16)
+}  // namespace kda::cuda::sm90

@@ -1,0 +1,551 @@
+// sm90_recurrent: decode at the speed of memory, without waves. States stream through shared memory
+// by bulk copies; nothing but the copies waits for device memory.
+//
+// Grid: one block an SM. An item is a sequence and a value head, its state one contiguous piece of
+// memory. A block takes one item a stage by its number, the rest from a counter in the workspace,
+// which sm90_recurrent_start has set to zero.
+//
+// Warps:
+//   0..7   consumers: a state from its stage into registers, all tokens, back into the stage
+//   8..14  tokens: gate, norms and sigmoid of the tokens to come, one token a warp; zeros in o
+//   15     producer (one thread): takes items; a bulk load per state in, a bulk store per state out
+//
+// Shared memory, bytes (fp32 / bf16 states):
+//   stages   196608   3 / 6 states
+//   tokens    16512   8 activated tokens
+//   sums       8192   partial sums of K-first states, two tokens in turn
+//   items, barriers   < 900
+//
+// Barriers (mbarrier; arrivals -> who waits):
+//   announced[stage] producer -> token warps
+//   loaded[stage]    producer, and the bytes of the load -> consumers
+//   computed[stage]  8 consumer warps, and 7 token warps that have read the item -> producer
+//   ready[slot]      the token's warp -> consumers
+//   free[slot]       8 consumer warps -> token warps
+// and bar.sync 1 and 2: the four consumer warps of a half of the columns (K-first only).
+//
+// Sums run in the order of recurrent_step (cuda/recurrent/recurrent.cuh): the same bits.
+#pragma once
+
+#include <cuda/ptx>
+
+#include "cuda/ptx/named_barrier.cuh"
+#include "cuda/recurrent/tokens.cuh"
+#include "cuda/sm90/recurrent/config.h"
+#include "cuda/sm90/recurrent/instances/instances.h"
+#include "cuda/tile/shared_memory.cuh"
+#include "cuda/tile/vector16.cuh"
+
+namespace kda::cuda::sm90 {
+
+namespace ptx = ::cuda::ptx;
+
+/// q, k and decay of channel c lie at Layout::place_of(c).
+struct TokenSlot {
+  float q[kDim];
+  float k[kDim];
+  float decay[kDim];
+  float v[kDim];
+  float beta, rq, rk, qk;
+};
+
+/// Partial sums of K-first states: [token parity][warp of rows][error or output][column].
+using Sums = float[2][4][2][kDim];
+
+template <class State>
+struct alignas(128) Shared {
+  State stage[kStages<State>][kStateElements];
+  TokenSlot tokens[kTokenSlots];
+  Sums sums;
+  RecurrentTile items[kStages<State>];
+  uint64_t announced[kStages<State>];
+  uint64_t loaded[kStages<State>];
+  uint64_t computed[kStages<State>];
+  uint64_t ready[kTokenSlots];
+  uint64_t free[kTokenSlots];
+};
+
+__device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x) % 32; }
+__device__ __forceinline__ int warp_id() { return static_cast<int>(threadIdx.x) / 32; }
+
+__device__ __forceinline__ void wait(uint64_t& barrier, uint32_t parity) {
+  while (!ptx::mbarrier_try_wait_parity(&barrier, parity)) {
+  }
+}
+
+__device__ __forceinline__ void arrive(uint64_t& barrier) {
+  ptx::mbarrier_arrive(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &barrier);
+}
+
+/// A place in a ring of N and the parity of the round.
+template <int N>
+struct RingPosition {
+  int index = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance(int steps = 1) {
+    index += steps;
+    if (index < N) return;
+    index -= N;
+    parity ^= 1;
+  }
+};
+
+/// Sums over lanes that differ by `step`, each lane keeping one half of them: the upper one if
+/// `upper`. The result is x[0..N / 2).
+template <int N>
+__device__ __forceinline__ void sum_halves(float* x, int step, bool upper) {
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) {
+    const float kept = upper ? x[N / 2 + i] : x[i];
+    const float sent = upper ? x[i] : x[N / 2 + i];
+    x[i] = kept + __shfl_xor_sync(~0u, sent, step);
+  }
+}
+
+/// The way back: x[0..N / 2) of both lanes, in x[0..N) of both.
+template <int N>
+__device__ __forceinline__ void join_halves(float* x, int step, bool upper) {
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) {
+    const float other = __shfl_xor_sync(~0u, x[i], step);
+    x[N / 2 + i] = upper ? x[i] : other;
+    x[i] = upper ? other : x[i];
+  }
+}
+
+/// A thread's part of a K-first state [K, V]: rows row(r), columns column(i). A warp holds four
+/// rows at a time of one half of the columns, four warps the sixteen rows r * 16...
+template <class State>
+struct KFirst {
+  using Vector = Vector16<State>;
+  static constexpr int kRows = 8;
+  static constexpr int kColumns = 8;
+  float s[kRows][kColumns];
+
+  static __device__ __forceinline__ int quarter() { return warp_id() % 4; }
+  static __device__ __forceinline__ int half() { return warp_id() / 4; }
+  static __device__ __forceinline__ int row(int r) {
+    return r * 16 + quarter() * 4 + lane_id() / 8;
+  }
+  static __device__ __forceinline__ int column(int i) {
+    return half() * 64 + (i / Vector::kSize * 8 + lane_id() % 8) * Vector::kSize +
+           i % Vector::kSize;
+  }
+  /// Channel row(r): a thread's rows lie side by side, so that it reads four at a time.
+  static __device__ __forceinline__ int place(int r) {
+    return (quarter() * 4 + lane_id() / 8) * kRows + r;
+  }
+  /// The same by the number of the channel.
+  static __device__ __forceinline__ int place_of(int channel) {
+    return channel % 16 * kRows + channel / 16;
+  }
+
+  template <class F>
+  __device__ __forceinline__ void each_vector(State* stage, F f) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int i = 0; i < kColumns; i += Vector::kSize) {
+        f(&s[r][i], reinterpret_cast<uint4*>(stage + row(r) * kDim + column(i)));
+      }
+    }
+  }
+
+  /// Of the four lanes of a column octet each ends its sums with two columns: `own` and the next.
+  static __device__ __forceinline__ bool upper8() { return lane_id() / 8 % 2 != 0; }
+  static __device__ __forceinline__ bool upper16() { return lane_id() / 16 != 0; }
+  static __device__ __forceinline__ int own() {
+    return column((upper8() ? 4 : 0) + (upper16() ? 2 : 0));
+  }
+
+  /// One token. `o_offset`: where its output of column `own` goes.
+  __device__ __forceinline__ void step(const TokenSlot& token, Sums& sums, uint32_t parity,
+                                       const Tensor& o, int64_t o_offset) {
+    float error[kColumns] = {};
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const float decay = token.decay[place(r)];
+      const float k = token.k[place(r)];
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) decay_element(s[r][i], decay, k, error[i]);
+    }
+    sum_halves<8>(error, 8, upper8());
+    sum_halves<4>(error, 16, upper16());
+    float out[kColumns] = {};
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const float q = token.q[place(r)];
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) out[i] = fma(s[r][i], q, out[i]);
+    }
+    sum_halves<8>(out, 8, upper8());
+    sum_halves<4>(out, 16, upper16());
+    auto& mine = sums[parity][quarter()];
+    *reinterpret_cast<float2*>(&mine[0][own()]) = make_float2(error[0], error[1]);
+    *reinterpret_cast<float2*>(&mine[1][own()]) = make_float2(out[0], out[1]);
+    sync_named(1 + half(), 4 * 32);
+    float u[kColumns];
+    write_columns(token, sums[parity], o, o_offset, u);
+    join_halves<4>(u, 16, upper16());
+    join_halves<8>(u, 8, upper8());
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const float k = token.k[place(r)];
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) s[r][i] = fma(k, u[i], s[r][i]);
+    }
+  }
+
+ private:
+  /// o and u of the two columns, from the sums of the four warps.
+  static __device__ __forceinline__ void write_columns(const TokenSlot& token,
+                                                       const float (&sums)[4][2][kDim],
+                                                       const Tensor& o, int64_t o_offset,
+                                                       float* u) {
+    const int first = own();
+    float2 error = make_float2(0, 0);
+    float2 out = make_float2(0, 0);
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const float2 e = *reinterpret_cast<const float2*>(&sums[w][0][first]);
+      const float2 t = *reinterpret_cast<const float2*>(&sums[w][1][first]);
+      error.x += e.x;
+      error.y += e.y;
+      out.x += t.x;
+      out.y += t.y;
+    }
+    const float2 v = *reinterpret_cast<const float2*>(&token.v[first]);
+    u[0] = write_of(token.beta, token.rk, error.x, v.x);
+    u[1] = write_of(token.beta, token.rk, error.y, v.y);
+    if (quarter() == 0) {
+      const float y0 = output_of(token.rq, token.qk, out.x, u[0]);
+      const float y1 = output_of(token.rq, token.qk, out.y, u[1]);
+      with_element(o.dtype, [&]<class T>(Element<T>) {
+        T* const at = static_cast<T*>(o.data) + o_offset;
+        at[0] = from_real<T>(y0);
+        at[o.stride[3]] = from_real<T>(y1);
+      });
+    }
+    u[0] *= token.rk;
+    u[1] *= token.rk;
+  }
+};
+
+/// A thread's part of a V-first state [V, K]: rows row(r) of V, channels channel(i) of K. Eight
+/// lanes hold whole rows.
+template <class State>
+struct VFirst {
+  using Vector = Vector16<State>;
+  static constexpr int kRows = 4;
+  static constexpr int kChannels = 16;
+  float s[kRows][kChannels];
+
+  static __device__ __forceinline__ int row(int r) {
+    return r * 32 + warp_id() * 4 + lane_id() / 8;
+  }
+  static __device__ __forceinline__ int channel(int i) {
+    return (i / Vector::kSize * 8 + lane_id() % 8) * Vector::kSize + i % Vector::kSize;
+  }
+  /// Channel i of the lane: whatever the vectors of the state, eight lanes read 128 bytes in a row.
+  static __device__ __forceinline__ int place(int i) {
+    return i / 4 * 32 + lane_id() % 8 * 4 + i % 4;
+  }
+  /// The same by the number of the channel.
+  static __device__ __forceinline__ int place_of(int channel) {
+    constexpr int kBlock = 8 * Vector::kSize;
+    const int inside = channel % Vector::kSize;
+    return channel / kBlock * kBlock + inside / 4 * 32 + channel % kBlock / Vector::kSize * 4 +
+           inside % 4;
+  }
+
+  template <class F>
+  __device__ __forceinline__ void each_vector(State* stage, F f) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int i = 0; i < kChannels; i += Vector::kSize) {
+        f(&s[r][i], reinterpret_cast<uint4*>(stage + row(r) * kDim + channel(i)));
+      }
+    }
+  }
+
+  /// A lane ends its sums with one row, `own`; lanes 4 apart with the same.
+  static __device__ __forceinline__ bool upper1() { return lane_id() % 2 != 0; }
+  static __device__ __forceinline__ bool upper2() { return lane_id() / 2 % 2 != 0; }
+  static __device__ __forceinline__ int own() {
+    return row((upper1() ? 2 : 0) + (upper2() ? 1 : 0));
+  }
+
+  /// The sum over the channels of a row, in x[0].
+  static __device__ __forceinline__ void sum_row(float (&x)[kRows]) {
+    sum_halves<4>(x, 1, upper1());
+    sum_halves<2>(x, 2, upper2());
+    x[0] += __shfl_xor_sync(~0u, x[0], 4);
+  }
+
+  /// One token. `o_offset`: where its output of row `own` goes.
+  __device__ __forceinline__ void step(const TokenSlot& token, Sums&, uint32_t, const Tensor& o,
+                                       int64_t o_offset) {
+    float error[kRows] = {};
+#pragma unroll
+    for (int i = 0; i < kChannels; ++i) {
+      const float decay = token.decay[place(i)];
+      const float k = token.k[place(i)];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) decay_element(s[r][i], decay, k, error[r]);
+    }
+    sum_row(error);
+    float out[kRows] = {};  // while the sums of the errors travel
+#pragma unroll
+    for (int i = 0; i < kChannels; ++i) {
+      const float q = token.q[place(i)];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) out[r] = fma(s[r][i], q, out[r]);
+    }
+    const float written = write_of(token.beta, token.rk, error[0], token.v[own()]);
+    float u[kRows];
+    u[0] = token.rk * written;
+    join_halves<2>(u, 2, upper2());
+    join_halves<4>(u, 1, upper1());
+#pragma unroll
+    for (int i = 0; i < kChannels; ++i) {
+      const float k = token.k[place(i)];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) s[r][i] = fma(k, u[r], s[r][i]);
+    }
+    sum_row(out);
+    if (lane_id() / 4 % 2 == 0) {
+      store(o, o_offset, output_of(token.rq, token.qk, out[0], written));
+    }
+  }
+};
+
+/// What stands in place of an item behind the last one.
+__device__ __forceinline__ bool is_end(const RecurrentTile& item) { return item.hv < 0; }
+
+template <class Layout, class State>
+__device__ __forceinline__ void consume(Shared<State>& shared, const Params& p) {
+  using Vector = Vector16<State>;
+  RingPosition<kStages<State>> stage;
+  RingPosition<kTokenSlots> slot;
+  uint32_t sums = 0;
+  for (;; stage.advance()) {
+    State* const memory = shared.stage[stage.index];
+    wait(shared.loaded[stage.index], stage.parity);
+    const RecurrentTile& item = shared.items[stage.index];
+    if (is_end(item)) return;
+    if (item.slot >= 0) {
+      Layout state;
+      if (p.initial_state.data) {
+        state.each_vector(memory, [](float* x, const uint4* from) { Vector::unpack(*from, x); });
+      } else {
+        state = {};
+      }
+      int64_t o = token_offset(p.o, item.tokens.batch, item.tokens.begin, item.hv) +
+                  Layout::own() * p.o.stride[3];
+      for (int64_t left = item.count; left > 0; --left, slot.advance(), sums ^= 1) {
+        wait(shared.ready[slot.index], slot.parity);
+        state.step(shared.tokens[slot.index], shared.sums, sums, p.o, o);
+        o += p.o.stride[1];
+        arrive(shared.free[slot.index]);
+      }
+      if (p.final_state.data) {
+        state.each_vector(memory, [](const float* x, uint4* to) { *to = Vector::pack(x); });
+        ptx::fence_proxy_async(ptx::space_shared);  // the bulk store reads what was just written
+      }
+    }
+    arrive(shared.computed[stage.index]);
+  }
+}
+
+/// The items of this block: one a stage by its number, then whichever is next. Blocks do not get
+/// equal shares of the bandwidth: with equal shares of the items, loads and stores alone took
+/// 0.1395 ms for 0.1348 (H200, 4096 states of 64 KiB).
+template <int STAGES>
+struct Schedule {
+  int64_t items;
+  int own = 0;
+  bool counting = false;
+
+  __device__ __forceinline__ RecurrentTile take(const Params& p) {
+    int64_t index = items;
+    if (own < STAGES) {
+      index = blockIdx.x + int64_t{own++} * gridDim.x;
+    } else if (p.taken) {
+      if (!counting) cudaGridDependencySynchronize();  // from here on the counter is there
+      counting = true;
+      index = int64_t{STAGES} * gridDim.x + static_cast<int64_t>(atomicAdd(p.taken, 1));
+    }
+    if (index < items) return recurrent_tile(p, index, kDim);
+    RecurrentTile end{};
+    end.hv = -1;
+    return end;
+  }
+};
+
+template <class State>
+__device__ __forceinline__ State* state_of(const Tensor& t, const RecurrentTile& item) {
+  return static_cast<State*>(t.data) + item.slot * t.stride[0] + item.hv * t.stride[1];
+}
+
+/// Tells the other warps of an item and starts the load of its state.
+template <class State>
+__device__ __forceinline__ void announce(Shared<State>& shared, int stage, const Params& p,
+                                         const RecurrentTile& item) {
+  constexpr uint32_t kBytes = kStateElements * sizeof(State);
+  shared.items[stage] = item;
+  arrive(shared.announced[stage]);
+  uint64_t* const barrier = &shared.loaded[stage];
+  if (is_end(item) || item.slot < 0 || !p.initial_state.data) return arrive(*barrier);
+  ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, barrier,
+                                 kBytes);
+  ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, shared.stage[stage],
+                     state_of<State>(p.initial_state, item), kBytes, barrier);
+}
+
+/// One thread: refills a stage as soon as its state has left. The next item is taken while the
+/// consumers work: that takes two waits for memory.
+template <class State>
+__device__ __forceinline__ void produce(Shared<State>& shared, const Params& p) {
+  constexpr int kAhead = kStages<State>;
+  Schedule<kAhead> schedule{recurrent_tiles(p, kDim)};
+  RecurrentTile next = schedule.take(p);
+  bool ended = false;
+  const auto refill = [&](int stage) {
+    if (ended) return;
+    announce(shared, stage, p, next);
+    ended = is_end(next);
+    if (!ended) next = schedule.take(p);
+  };
+  for (int stage = 0; stage < kAhead; ++stage) refill(stage);
+  for (RingPosition<kAhead> stage;; stage.advance()) {
+    const RecurrentTile item = shared.items[stage.index];
+    if (is_end(item)) return;
+    wait(shared.computed[stage.index], stage.parity);
+    if (item.slot >= 0 && p.final_state.data) {
+      ptx::cp_async_bulk(ptx::space_global, ptx::space_shared, state_of<State>(p.final_state, item),
+                         shared.stage[stage.index], kStateElements * sizeof(State));
+      ptx::cp_async_bulk_commit_group();
+      ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>{});
+    }
+    refill(stage.index);
+  }
+}
+
+/// A token as it lies in memory: a lane's channels are lane, lane + 32, ...
+struct RawToken {
+  static constexpr int kEach = kDim / 32;
+  RawElement<float> q[kEach], k[kEach], g[kEach], v[kEach], dt_bias[kEach], A_log, beta;
+
+  __device__ __forceinline__ void load(const Params& p, const RecurrentTile& item, int64_t t) {
+    const int64_t batch = item.tokens.batch;
+    const int64_t token = item.tokens.begin + t;
+    const int64_t h = divide(item.hv, p.heads.group).quotient;
+    const auto row = [](const Tensor& from, int64_t base, RawElement<float>* to) {
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        to[i] = load_raw<float>(from, base + (lane_id() + 32 * i) * from.stride[3]);
+      }
+    };
+    row(p.q, token_offset(p.q, batch, token, h), q);
+    row(p.k, token_offset(p.k, batch, token, h), k);
+    row(p.gate.g, token_offset(p.gate.g, batch, token, item.hv), g);
+    row(p.v, token_offset(p.v, batch, token, item.hv), v);
+    beta = load_raw<float>(p.beta, token_offset(p.beta, batch, token, item.hv));
+    const Tensor& slope = p.gate.A_log;
+    const Tensor& bias = p.gate.dt_bias;
+    if (slope.data) A_log = load_raw<float>(slope, item.hv * slope.stride[0]);
+    if (!bias.data) return;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      dt_bias[i] =
+          load_raw<float>(bias, item.hv * bias.stride[0] + (lane_id() + 32 * i) * bias.stride[1]);
+    }
+  }
+
+  template <class Layout>
+  __device__ __forceinline__ void activate(const Params& p, TokenSlot& to) const {
+    Gate<float> gate;
+    if (p.gate.A_log.data) gate.slope = exp(convert<float>(A_log, p.gate.A_log.dtype));
+    Products<float> sums;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int c = lane_id() + 32 * i;
+      if (p.gate.dt_bias.data) gate.bias = convert<float>(dt_bias[i], p.gate.dt_bias.dtype);
+      const float qi = convert<float>(q[i], p.q.dtype);
+      const float ki = convert<float>(k[i], p.k.dtype);
+      sums.add(qi, ki);
+      const int place = Layout::place_of(c);
+      to.q[place] = qi;
+      to.k[place] = ki;
+      to.decay[place] = decay_of(p.gate, gate, convert<float>(g[i], p.gate.g.dtype));
+      to.v[c] = convert<float>(v[i], p.v.dtype);
+    }
+    float rq, rk, qk;
+    set_factors(p, sums, rq, rk, qk);
+    if (lane_id() != 0) return;
+    to.beta = beta_of(p, convert<float>(beta, p.beta.dtype));
+    to.rq = rq;
+    to.rk = rk;
+    to.qk = qk;
+  }
+};
+
+/// Warp `warp` of the token warps: every kTokenWarps-th token of the block.
+template <class Layout, class State>
+__device__ __forceinline__ void activate_tokens(Shared<State>& shared, const Params& p, int warp) {
+  RingPosition<kTokenSlots> slot;
+  slot.advance(warp);
+  int64_t t = warp;
+  for (RingPosition<kStages<State>> stage;; stage.advance()) {
+    wait(shared.announced[stage.index], stage.parity);
+    const RecurrentTile item = shared.items[stage.index];
+    arrive(shared.computed[stage.index]);
+    if (is_end(item)) return;
+    write_zeros<float>(p, item, kDim, warp * 32 + lane_id(), kTokenWarps * 32);
+    for (; t < item.count; t += kTokenWarps, slot.advance(kTokenWarps)) {
+      RawToken raw;
+      raw.load(p, item, t);
+      wait(shared.free[slot.index], slot.parity ^ 1);
+      raw.activate<Layout>(p, shared.tokens[slot.index]);
+      arrive(shared.ready[slot.index]);
+    }
+    t -= item.count;
+  }
+}
+
+template <class State>
+__device__ __forceinline__ void init_barriers(Shared<State>& shared) {
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages<State>; ++i) {
+      ptx::mbarrier_init(&shared.announced[i], 1);
+      ptx::mbarrier_init(&shared.loaded[i], 1);
+      ptx::mbarrier_init(&shared.computed[i], 32 * (kConsumerWarps + kTokenWarps));
+    }
+    for (int i = 0; i < kTokenSlots; ++i) {
+      ptx::mbarrier_init(&shared.ready[i], 32);
+      ptx::mbarrier_init(&shared.free[i], 32 * kConsumerWarps);
+    }
+    ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+    ptx::fence_proxy_async(ptx::space_shared);
+  }
+  __syncthreads();
+}
+
+template <class Layout, class State>
+__global__ void __launch_bounds__(kThreads, 1) sm90_recurrent(const __grid_constant__ Params p) {
+#if __CUDA_ARCH__ >= 900
+  auto& shared = *shared_memory<Shared<State>>();
+  init_barriers(shared);
+  if (warp_id() < kConsumerWarps) {
+    consume<Layout>(shared, p);
+  } else if (warp_id() < kConsumerWarps + kTokenWarps) {
+    activate_tokens<Layout>(shared, p, warp_id() - kConsumerWarps);
+  } else if (lane_id() == 0) {
+    produce(shared, p);
+  }
+#endif
+}
+
+}  // namespace kda::cuda::sm90

@@ -1,0 +1,125 @@
+// Calls while other work keeps the GPU busy.
+#include <algorithm>
+
+#include <gtest/gtest.h>
+
+#include "cuda/device_case.h"
+
+namespace kda::test {
+namespace {
+
+using cases::Case;
+using cases::CaseSpec;
+using cases::TensorMap;
+
+/// A forward that fills the GPU for a while, on a stream of its own.
+class Load {
+ public:
+  Load() : case_(cases::generate(spec())), device_(forward_problem(case_), case_.inputs) {}
+
+  void enqueue() {
+    if (Status status = device_.plan().run(device_.args(), stream_); !status.ok()) {
+      throw Error(status);
+    }
+  }
+  ~Load() { cudaStreamSynchronize(stream_); }
+
+ private:
+  static CaseSpec spec() {
+    CaseSpec spec;
+    spec.sizes = {1, 512, 16, 16, 64, 64, 0, 0};
+    spec.gradients = false;
+    return spec;
+  }
+
+  Case case_;
+  DeviceCase device_;
+  Stream stream_;
+};
+
+/// `repeats` runs beside the load give the bits of an idle GPU, and every element is written.
+void expect_idle_bits(const Problem& problem, const TensorMap& inputs, int repeats) {
+  DeviceCase device(problem, inputs);
+  device.run();
+  const TensorMap idle = device.outputs();
+  Load load;
+  const Stream stream;
+  for (int i = 0; i < repeats; ++i) {
+    load.enqueue();
+    device.poison_outputs();
+    require(cudaDeviceSynchronize());
+    load.enqueue();
+    device.run(stream);
+    const TensorMap busy = device.outputs();
+    for (const auto& [id, tensor] : idle) {
+      ASSERT_EQ(tensor.bytes, busy.at(id).bytes) << name_of(id) << " in run " << i;
+    }
+  }
+}
+
+TEST(CudaReports, GRAD_03_BackwardBesideOtherWorkIsComplete) {
+  KDA_NEEDS_GPU();
+  CaseSpec spec;
+  spec.sizes = {1, 1024, 4, 4, 128, 128, 0, 0};
+  spec.io = DType::kBF16;
+  const Case c = cases::generate(spec);
+  expect_idle_bits(backward_problem(c), c.inputs, 50);
+}
+
+TEST(CudaReports, RACE_01_StatesOfManyShortSequencesNeverChange) {
+  KDA_NEEDS_GPU();
+  std::vector<int64_t> cu{0};
+  for (int64_t i = 0; i < 64; ++i) cu.push_back(cu.back() + (i % 5 == 2 ? 0 : 1 + i % 37));
+  CaseSpec spec;
+  spec.sizes = {1, cu.back(), 1, 1, 32, 32, 0, 0};
+  spec.io = DType::kBF16;
+  spec.cu_seqlens = cu;
+  spec.gradients = false;
+  const Case c = cases::generate(spec);
+  for (const Problem& problem : {forward_problem(c), recurrent_problem(c)}) {
+    expect_idle_bits(problem, c.inputs, 1000);
+  }
+}
+
+// A length that hung elsewhere, with zero-filled inputs: every input is one row of zeros.
+TEST(CudaReports, RACE_04_LongZeroInputEnds) {
+  KDA_NEEDS_GPU();
+  constexpr int64_t kHeads = 128;
+  constexpr int64_t kDim = 128;
+  const DeviceBuffer zeros(kDim * sizeof(float));
+  require(cudaMemset(zeros.address(), 0, kDim * sizeof(float)));
+  for (const int64_t T : {16160, 16224, 16448}) {
+    Problem problem = Problem::make(Operation::kChunkForward,
+                                    {1, T, kHeads, kHeads, kDim, kDim, 0, 0}, DType::kBF16);
+    Args args;
+    for (const TensorSpec& spec : tensors_of(problem.operation)) {
+      if (spec.role != Role::kInput || !problem.has(spec.id)) continue;
+      TensorLayout layout = problem.canonical_layout(spec.id);
+      layout.stride = {0, 0, 0, layout.rank == 4 ? 1 : 0};
+      problem.set(spec.id, layout);
+      args.in(spec.id, zeros.address());
+    }
+    const Plan plan = make_plan(problem, {DeviceType::kCuda, 0}).value();
+    std::size_t free = 0;
+    std::size_t total = 0;
+    require(cudaMemGetInfo(&free, &total));
+    const auto o_bytes = static_cast<std::size_t>(plan.problem().bytes(TensorId::kO));
+    if (free < plan.workspace_bytes() + o_bytes + (std::size_t{1} << 30)) {
+      GTEST_SKIP() << "needs " << plan.workspace_bytes() << " bytes of free device memory";
+    }
+    const DeviceBuffer o(o_bytes);
+    const DeviceBuffer workspace(plan.workspace_bytes());
+    args.out(TensorId::kO, o.address());
+    args.workspace = workspace.address();
+    args.workspace_bytes = plan.workspace_bytes();
+    ASSERT_EQ(plan.run(args).message(), "");
+    require(cudaDeviceSynchronize());
+    const cases::HostTensor result = o.store(DType::kBF16, {1, T, kHeads, kDim});
+    ASSERT_TRUE(std::all_of(result.bytes.begin(), result.bytes.end(), [](std::byte b) {
+      return b == std::byte{0};
+    })) << T;
+  }
+}
+
+}  // namespace
+}  // namespace kda::test

@@ -1,0 +1,104 @@
+// Inputs at the ends of their ranges: gates whose parts leave the range of floats, one channel.
+#include <cmath>
+
+#include "property/reports.h"
+
+namespace kda::test {
+namespace {
+
+using cases::Case;
+using cases::CaseSpec;
+using cases::HostTensor;
+using cases::TensorMap;
+
+using enum TensorId;
+
+class Extremes : public PerDevice {};
+
+KDA_FOR_EACH_DEVICE(Extremes);
+
+/// Gates whose parts leave the range of fp32, though the decay itself does not.
+struct FarGate {
+  const char* name;
+  Gate gate;
+  double lower_bound;
+  double A_log;
+  double raw;
+};
+
+constexpr FarGate kFar[] = {
+    {"open", Gate::kLowerBound, -5, 0.5, HUGE_VAL},
+    {"shut", Gate::kLowerBound, -5, 0.5, -HUGE_VAL},
+    {"softplus_no_decay", Gate::kSoftplus, 0, 100, -200},
+    {"softplus_some_decay", Gate::kSoftplus, 0, 100, -101},
+    {"softplus_reset", Gate::kSoftplus, 0, 100, -1},
+    {"softplus_infinite", Gate::kSoftplus, 0, 100, HUGE_VAL},
+    {"softplus_shut", Gate::kSoftplus, 0, 100, -HUGE_VAL},
+    {"softplus_flat", Gate::kSoftplus, 0, -200, HUGE_VAL},
+    {"softplus_near_the_end", Gate::kSoftplus, 0, 88, -90},
+    {"bound_no_decay", Gate::kLowerBound, -1e39, 0, -200},
+    {"bound_some_decay", Gate::kLowerBound, -1e39, 0, -90},
+    {"bound_reset", Gate::kLowerBound, -1e39, 0, 1},
+    {"step_down", Gate::kLowerBound, -5, 100, -1},
+    {"step_up", Gate::kLowerBound, -5, 100, 1},
+    {"step_at_zero", Gate::kLowerBound, -5, 50, 0},
+    {"bound_flat", Gate::kLowerBound, -5, -200, HUGE_VAL},
+};
+
+/// Every third raw gate is `far.raw`, the others hardly decay at the largest slopes.
+Case far_case(const FarGate& far) {
+  CaseSpec spec;
+  spec.sizes = {1, 70, 1, 1, 16, 16, 0, 0};
+  spec.gate = far.gate;
+  spec.lower_bound = far.lower_bound;
+  Case c = cases::generate(spec);
+  set_input(c, kALog, [&](int64_t) { return far.A_log; });
+  set_input(c, kDtBias, [](int64_t) { return 0.0; });
+  set_input(c, kG, [&](int64_t i) { return i % 3 == 0 ? far.raw : i % 3 == 1 ? -150.0 : -300.0; });
+  return c;
+}
+
+TEST_P(Extremes, GatesBeyondTheRangeOfFloats) {
+  for (const FarGate& far : kFar) expect_right(far_case(far), far.name);
+}
+
+TEST_P(Extremes, GatesBeyondTheRangeOfFloatsTokenByToken) {
+  for (const FarGate& far : kFar) {
+    const Case c = far_case(far);
+    const TensorMap all = cases::reference_outputs(c).value();
+    const TensorMap expected{{kO, all.at(kO)}, {kFinalState, all.at(kFinalState)}};
+    for (const std::string& family : tested_families()) {
+      const TensorMap results = run_operation(recurrent_problem(c), c.inputs, choosing(family));
+      EXPECT_EQ(beyond_limits(c, results, expected), "") << family << " " << far.name;
+    }
+  }
+}
+
+/// One channel, normalised: all that is left of a gradient comes from the epsilon of (3.1).
+TEST_P(Extremes, OneNormalisedChannelKeepsItsGradient) {
+  for (const double size : {1.0, 30.0}) {
+    CaseSpec spec = small_spec(90);
+    spec.sizes.HV = 2;
+    spec.sizes.K = 1;
+    spec.sizes.V = 8;
+    spec.qk_l2norm = true;
+    Case c = cases::generate(spec);
+    for (const TensorId id : {kQ, kK}) {
+      set_input(c, id, [&](int64_t i) {
+        return size * (i % 2 == 0 ? 1.0 : -1.0) * (1.0 + 0.1 * static_cast<double>(i % 3));
+      });
+    }
+    expect_right(c);
+    const TensorMap expected = cases::reference_outputs(c).value();
+    for (const std::string& family : tested_families()) {
+      const TensorMap results = run_case(c, family);
+      for (const TensorId id : {kDq, kDk}) {  // small numbers, so without the floor of (7.1)
+        EXPECT_LT(cases::compare(c, id, results.at(id), expected.at(id)).max_error, 1e-5)
+            << family << " " << name_of(id);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kda::test
