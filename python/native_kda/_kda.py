@@ -155,8 +155,6 @@ def prepare_recurrent(
     in_place: bool,
 ) -> Prepared:
     """Outputs: o, and final_state if wanted and not updated in place."""
-    if num_accepted is not None and "num_accepted" not in _problem.ID:
-        raise _problem.UnsupportedError("num_accepted: this version has no partial commit")
     sizes = sizes_of(inputs, cu_seqlens)
     q, v = inputs[0], inputs[2]
     if state_indices is not None:

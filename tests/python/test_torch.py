@@ -388,6 +388,28 @@ def test_pool_of_states():
         assert torch.equal(pool[slot], before[slot])
 
 
+def test_accepted_tokens_alone_change_the_state():
+    """PAGED-04: a draft of four tokens of which 0, 2 and 4 are accepted."""
+    x = inputs(B=3, T=4, grad=False)
+    states, token = x.pop("initial_state"), ("q", "k", "v", "g", "beta")
+    accepted = torch.tensor([0, 2, 4], dtype=torch.int32)
+    after = states.clone()
+    for _ in range(2):  # the second call is one that was seen before
+        after.copy_(states)
+        o, same = native_kda.fused_recurrent_kda(**x, **FLAGS, initial_state=after,
+                                                 num_accepted=accepted)
+        assert same is after
+        for i, count in enumerate(accepted.tolist()):
+            first = {n: t[i : i + 1, :count] if n in token else t for n, t in x.items()}
+            want, state = native_kda.fused_recurrent_kda(
+                **first, **FLAGS, initial_state=states[i : i + 1], output_final_state=True)
+            assert torch.equal(state[0], after[i]) and torch.equal(want[0], o[i, :count])
+            assert not o[i, count:].any()
+    with pytest.raises(ValueError, match="num_accepted"):
+        native_kda.fused_recurrent_kda(**x, **FLAGS, initial_state=after,
+                                       num_accepted=torch.tensor([5, 0, 0], dtype=torch.int32))
+
+
 def test_errors_are_those_of_fla():
     """VARLEN-12, STATE-07: the classes that fla raises, with the argument named."""
     x = inputs(T=8, grad=False)
