@@ -124,7 +124,7 @@ def state_dtype(q: Array) -> Any:
     return "float64" if str(q.dtype) == "float64" else "float32"
 
 
-def hand_over(result: Array | None, like: Array) -> Any:
+def hand_over(result: Array | None, like: Any) -> Any:
     """The array for the caller, of the package of `like`."""
     if result is None:
         return None

@@ -56,7 +56,7 @@ _CHUNK_LENGTH = len(_TENSORS) + len(CHUNK_DEFAULTS)
 _RECURRENT_LENGTH = len(_TENSORS) + len(RECURRENT_DEFAULTS)
 
 # Set by load_torch, at import if torch is there already: tracing must not meet an import.
-_torch_tensor: type | None = None
+_torch_tensor: Any = None
 _autograd: Any = None
 _torch_frame: Any = None
 
@@ -142,13 +142,14 @@ def _options(call: dict[str, Any], defaults: dict[str, Any]) -> Options:
 def _inputs(call: dict[str, Any], options: Options, states: Any) -> tuple:
     """q, k, v, g, beta, A_log, dt_bias, initial_state; `states` has one row a sequence."""
     tensors = tuple(call[name] for name in _TENSORS)
-    sizes = _checks.sizes_of(*tensors, states, call["cu_seqlens"])
+    q, k, v, g, beta = tensors
+    sizes = _checks.sizes_of(q, k, v, g, beta, states, call["cu_seqlens"])
     A_log, dt_bias = call["A_log"], call["dt_bias"]
     if options.gate == _problem.GATE_NONE:
         A_log = dt_bias = None
     A_log, dt_bias = _flat(A_log, dt_bias, sizes)
     if is_torch(tensors[0]):
-        tensors = (*_align_dtypes(*tensors[:3]), *tensors[3:])
+        tensors = (*_align_dtypes(q, k, v), g, beta)
     return (*tensors, A_log, dt_bias, call["initial_state"])
 
 

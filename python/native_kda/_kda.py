@@ -49,8 +49,8 @@ def prepare_forward(
         shape = _checks.state_shape(sizes, options, packed)
         outputs.append(("final_state", shape, frame.state_dtype(q)))
     if with_h:
-        rows = _checks.chunk_rows(sizes, options, packed)
-        outputs.append(("h", (rows, sizes.HV, sizes.K, sizes.V), q.dtype))
+        chunks = _checks.chunk_rows(sizes, options, packed)
+        outputs.append(("h", (chunks, sizes.HV, sizes.K, sizes.V), q.dtype))
     rows = taking_part(inputs, cu_seqlens, options)
     return _problem.prepare(frame, CHUNK_FWD, sizes, options, rows, outputs)
 

@@ -117,11 +117,6 @@ def hits() -> dict[str, int]:
     return dict(_hits)
 
 
-def counters() -> Counter[str]:
-    """What hits() copies."""
-    return _hits
-
-
 def reset_hits() -> None:
     """Sets all counters of hits() to zero."""
     _hits.clear()

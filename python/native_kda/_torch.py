@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from . import _native, _problem
@@ -17,7 +19,7 @@ _DTYPES = {
 _ID = _problem.ID
 _CPU = (_problem.CPU, 0)
 # The Stream object of torch.cuda.current_stream() costs microseconds; this is its number alone.
-_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def _device(index: int) -> tuple[int, int]:

@@ -203,6 +203,16 @@ def test_run_serves_an_unmodified_script(tmp_path, disabled):
     assert how == "replaced" or disabled == "0"
 
 
+@pytest.mark.parametrize("name, value, how", [
+    ("NATIVE_KDA_DISABLE", "1", "dispatch"), ("KDA_IMPL", "cpu_chunk_bwd", "dispatch"),
+    ("FLA_NATIVE_KDA", "0", "switched off")])
+def test_the_proof_does_not_depend_on_the_environment(name, value, how):
+    code = "import native_kda; print(native_kda.fla.enable()['chunk_kda'], native_kda.fla.hits())"
+    *_, last = child(["-c", code], **{name: value})
+    assert last.startswith(how) or (how == "dispatch" and last.startswith("replaced"))
+    assert last.endswith("{}"), "the proof is not counted"
+
+
 def test_kimi_linear_of_transformers():
     pytest.importorskip("transformers.models.kimi_linear",
                         reason="transformers with KimiLinear is not installed")
