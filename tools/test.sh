@@ -8,6 +8,7 @@
 #   tsan     the tests that use threads under ThreadSanitizer
 #   fuzz     each libFuzzer target for KDA_FUZZ_SECONDS in all (60)
 #   tidy     clang-tidy finds nothing in include/, src/ and tools/
+#   python   the wheel, installed into an empty environment and used from another folder
 #   cuda     the CUDA backend compiles (fetches a compiler where there is none)
 # --all runs every step in this order: the whole gate. ccache is used where it is installed.
 # shellcheck disable=SC2317  # the steps are called by name
@@ -19,8 +20,8 @@ setup=yes
 for argument; do
   case $argument in
     --no-setup) setup=no ;;
-    --all) steps=(release format asan tsan fuzz tidy cuda) ;;
-    release | format | asan | tsan | fuzz | tidy | cuda) steps+=("$argument") ;;
+    --all) steps=(release format asan tsan fuzz tidy python cuda) ;;
+    release | format | asan | tsan | fuzz | tidy | python | cuda) steps+=("$argument") ;;
     *) echo "test: unknown argument $argument; see the head of tools/test.sh" >&2; exit 2 ;;
   esac
 done
@@ -88,9 +89,33 @@ step_tidy() {
   echo "tidy: clean"
 }
 
+# Without CUDA: the library is the same, and step cuda compiles that part.
+step_python() {
+  local work=$PWD/build/python source=$PWD wheel
+  if ((${#launchers[@]} > 0)); then
+    export CMAKE_C_COMPILER_LAUNCHER=ccache CMAKE_CXX_COMPILER_LAUNCHER=ccache
+  fi
+  export PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONDONTWRITEBYTECODE=1
+  rm -rf "$work"
+  python3 -m venv "$work/builder"
+  CMAKE_BUILD_PARALLEL_LEVEL=$jobs "$work/builder/bin/pip" wheel . --quiet --no-deps \
+    --wheel-dir "$work" -C cmake.define.KDA_CUDA=OFF -C cmake.define.KDA_WERROR=ON
+  wheel=$(echo "$work"/native_kda-*.whl)
+  python3 -m venv "$work/user"
+  "$work/user/bin/pip" install --quiet "$wheel" numpy ml_dtypes pytest
+  mkdir -p "$work/elsewhere"
+  (cd "$work/elsewhere" && "$work/user/bin/python" -m native_kda.doctor &&
+    NATIVE_KDA_WHEEL=$wheel "$work/user/bin/python" -m pytest -p no:cacheprovider \
+      --rootdir "$source" "$source/tests/python")
+}
+
 step_cuda() {
-  PATH=$PATH:/usr/local/cuda/bin:$PWD/build/cuda-toolkit/bin \
-    build cuda-release kda_program kda_cuda_tests
+  local PATH=$PATH:/usr/local/cuda/bin:$PWD/build/cuda-toolkit/bin
+  build cuda-release kda_program kda_cuda_tests
+  # Registers, spills and lost wgmma overlap of the Hopper kernels, from ptxas.
+  cmake --preset cuda-sm90 -B build/ptxas -DCMAKE_CUDA_FLAGS=-Xptxas=-v --log-level=WARNING \
+    -Wno-dev "${launchers[@]}"
+  cmake --build build/ptxas --target kda_sm90 --clean-first 2>&1 | tools/kernel_resources.py
 }
 
 if [[ $setup == yes ]]; then

@@ -1,0 +1,195 @@
+"""Time, memory and host overhead of the Python calls, beside flash-linear-attention's.
+
+usage: python bench/python/call_speed.py [--shapes S1,S3] [--gates softplus,lower_bound] [--no-fla]
+           [--repeat N] [--json bench/results/python_calls.json]
+
+Both contenders run in one process, alternating; the L2 cache is flushed before each run; the median
+of N runs by CUDA events is reported, after the results of both were compared. bf16, l2norm, gate and
+sigmoid of beta inside, final state asked for.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import shlex
+import statistics
+import sys
+import time
+
+os.environ.setdefault("FLA_FLASH_KDA", "0")  # fla's own kernels are the contender
+
+import torch
+
+import native_kda
+
+SHAPES = {  # B, T, H, HV, K, V
+    "S1": (1, 8192, 96, 96, 128, 128),
+    "S2": (16, 8192, 16, 16, 128, 256),
+    "S3": (1, 4096, 16, 16, 128, 128),
+    "S4": (2, 4096, 64, 64, 128, 128),
+}
+FLAGS = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
+
+
+def inputs(B, T, H, HV, K, V, grad=False):
+    def draw(*shape):
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16).requires_grad_(grad)
+
+    return dict(
+        q=draw(B, T, H, K), k=draw(B, T, H, K), v=draw(B, T, HV, V), g=draw(B, T, HV, K),
+        beta=draw(B, T, HV),
+        A_log=torch.rand(HV, device="cuda").add(1).log().requires_grad_(grad),
+        dt_bias=torch.randn(HV * K, device="cuda").mul(0.1).requires_grad_(grad))
+
+
+def host_microseconds(function, calls=300):
+    """Host time of a call while the device keeps up: median of ten batches."""
+    for _ in range(20):
+        function()
+    batches = []
+    for _ in range(10):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls // 10):
+            function()
+        batches.append((time.perf_counter() - start) / (calls // 10) * 1e6)
+        torch.cuda.synchronize()
+    return statistics.median(batches)
+
+
+def times(contenders, repeat):
+    """Milliseconds of each contender, runs alternating."""
+    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    measured = {name: [] for name in contenders}
+    for i in range(repeat + 2):
+        for name, function in contenders.items():
+            flush.zero_()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            function()
+            end.record()
+            torch.cuda.synchronize()
+            if i >= 2:
+                measured[name].append(start.elapsed_time(end))
+    return measured
+
+
+def peak_bytes(function):
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    function()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def ratio(a, b):
+    a, b = a.double(), b.double()
+    return ((a - b).square().mean().sqrt() / (a.square().mean().sqrt() + 1e-8)).item()
+
+
+def functions(fla):
+    found = {"native_kda": native_kda.chunk_kda}
+    if fla:
+        from fla.ops.kda import chunk_kda
+
+        found["fla"] = chunk_kda
+    return found
+
+
+def overhead(fla):
+    """B1 T64 H4, as little work as there is: what a call costs the host."""
+    x = inputs(1, 64, 4, 4, 128, 128)
+    xg = inputs(1, 64, 4, 4, 128, 128, grad=True)
+    rows = {}
+    for name, function in functions(fla).items():
+        def step():
+            o, _ = function(**xg, **FLAGS, output_final_state=True)
+            torch.autograd.grad(o, list(xg.values()), torch.ones_like(o))
+
+        with torch.no_grad():
+            rows[name] = {"forward_us": host_microseconds(
+                lambda: function(**x, **FLAGS, output_final_state=True))}
+        rows[name]["forward_with_autograd_us"] = host_microseconds(
+            lambda: function(**xg, **FLAGS, output_final_state=True))
+        rows[name]["step_us"] = host_microseconds(step)
+    y = inputs(8, 1, 32, 32, 128, 128)
+    pool = torch.randn(64, 32, 128, 128, device="cuda")
+    indices = torch.arange(8, dtype=torch.int32, device="cuda")
+    rows["native_kda"]["decode_us"] = host_microseconds(
+        lambda: native_kda.fused_recurrent_kda(**y, **FLAGS, initial_state=pool,
+                                               state_indices=indices))
+    return rows
+
+
+def compare(shape, gate, fla, repeat):
+    options = dict(FLAGS, output_final_state=True)
+    if gate == "lower_bound":
+        options.update(safe_gate=True, lower_bound=-5.0)
+    x, xg = inputs(*SHAPES[shape]), None
+    calls = functions(fla)
+    row = {"shape": shape, "sizes": SHAPES[shape], "gate": gate}
+    with torch.no_grad():
+        results = {n: f(**x, **options)[0] for n, f in calls.items()}
+        if fla:
+            row["ratio of o"] = ratio(results["fla"], results["native_kda"])
+        del results
+        forward = times({n: lambda f=f: f(**x, **options) for n, f in calls.items()}, repeat)
+    xg = {n: t.detach().requires_grad_() for n, t in x.items()}
+    do = torch.randn_like(x["v"])
+
+    def step(function):
+        o, _ = function(**xg, **options)
+        return torch.autograd.grad(o, list(xg.values()), do)
+
+    if fla:
+        gradients = {n: step(f) for n, f in calls.items()}
+        row["ratios of gradients"] = {
+            name: ratio(a, b) for name, a, b in zip(xg, gradients["fla"], gradients["native_kda"])}
+        del gradients
+    both = times({n: lambda f=f: step(f) for n, f in calls.items()}, max(repeat // 2, 3))
+    for name, function in calls.items():
+        row[name] = {
+            "forward_ms": statistics.median(forward[name]),
+            "forward_and_backward_ms": statistics.median(both[name]),
+            "peak_bytes": peak_bytes(lambda: step(function)),
+        }
+    return row
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--gates", default="softplus,lower_bound")
+    parser.add_argument("--no-fla", action="store_true")
+    parser.add_argument("--repeat", type=int, default=15)
+    parser.add_argument("--json")
+    given = parser.parse_args()
+    fla = not given.no_fla and importlib.util.find_spec("fla") is not None
+    torch.manual_seed(0)
+    report = {
+        "command": "python " + shlex.join(sys.argv),
+        "machine": torch.cuda.get_device_name(0),
+        "torch": torch.__version__,
+        "native_kda": native_kda.__version__,
+        "fla": __import__("fla").__version__ if fla else None,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "host": overhead(fla),
+        "rows": [],
+    }
+    print(json.dumps(report["host"]), flush=True)
+    for shape in filter(None, given.shapes.split(",")):
+        for gate in given.gates.split(","):
+            report["rows"].append(compare(shape, gate, fla, given.repeat))
+            print(json.dumps(report["rows"][-1]), flush=True)
+            torch.cuda.empty_cache()
+    report["implementations"] = native_kda.hits()
+    if given.json:
+        with open(given.json, "w") as file:
+            json.dump(report, file, indent=1)
+            file.write("\n")
+
+
+if __name__ == "__main__":
+    main()

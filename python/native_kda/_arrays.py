@@ -1,0 +1,140 @@
+"""The route of NumPy, CuPy, JAX and other arrays that speak DLPack.
+
+Outputs are arrays of the kind of q. JAX arrays cannot be written, so that theirs are computed into
+NumPy memory and handed over.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from . import _native, _problem
+from ._problem import ArgumentError
+
+_CODES = {
+    "bfloat16": _problem.BF16,
+    "float16": _problem.F16,
+    "float32": _problem.F32,
+    "float64": _problem.F64,
+}
+_DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
+
+
+class Array:
+    """An array and the numbers that describe it."""
+
+    __slots__ = ("address", "array", "code", "device", "dtype", "shape", "strides")
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+        self.dtype = getattr(array, "dtype", None)
+        self.address, self.code, self.shape, self.strides, kind, index = _describe(array)
+        self.device = (
+            (_problem.CUDA, index) if kind in _DLPACK_CUDA else (_problem.CPU, 0)
+        )
+        if any(stride < 0 for stride in self.strides):
+            raise ArgumentError(
+                f"found an array with strides {self.strides}, expected none below 0; copy it first"
+            )
+
+
+def _describe(array: Any) -> tuple:
+    # NumPy exports bfloat16 (of package ml_dtypes) neither by DLPack nor as a buffer.
+    if str(getattr(array, "dtype", "")) == "bfloat16" and module_of(array) == "numpy":
+        address, _, *rest = _native.describe(array.view("uint16"))
+        return (address, _problem.BF16, *rest)
+    try:
+        return _native.describe(array)
+    except TypeError:
+        raise ArgumentError(
+            f"found {type(array).__name__}, expected a tensor of torch or an array that speaks "
+            "DLPack (NumPy, CuPy, JAX)"
+        ) from None
+
+
+def wrap(array: Any) -> Array | None:
+    return None if array is None else Array(array)
+
+
+def unwrap(array: Any) -> Any:
+    return array.array if isinstance(array, Array) else array
+
+
+def module_of(array: Any) -> str:
+    """The package of an array: its top-level module."""
+    name = type(array).__module__.partition(".")[0]
+    return "jax" if name == "jaxlib" else name
+
+
+def describe(rows: list[tuple[str, Array]]) -> tuple[tuple, tuple[int, int]]:
+    layouts = []
+    first, device = rows[0][0], rows[0][1].device
+    for name, array in rows:
+        if array.code == 0 or not array.shape:
+            raise _problem.not_a_tensor(name, array)
+        if array.device != device:
+            raise _problem.elsewhere(name, array.device, first, device)
+        layouts.append((_problem.ID[name], array.code, array.shape, array.strides))
+    return tuple(layouts), device
+
+
+def code(dtype: Any) -> int:
+    return _CODES[str(dtype)]
+
+
+def run(plan: _native.Plan, tensors: tuple, workspace: int, size: int, stream: int) -> None:
+    plan.run(tuple(array.address for array in tensors), workspace, size, stream)
+
+
+def stream(device: tuple[int, int]) -> int:
+    cupy = sys.modules.get("cupy")
+    return 0 if cupy is None else cupy.cuda.get_current_stream().ptr
+
+
+def _namespace(like: Array) -> Any:
+    name = module_of(like.array)
+    if like.device[0] == _problem.CUDA:
+        if name != "cupy":
+            raise _problem.UnsupportedError(
+                f"arrays of {name} on a GPU: outputs cannot be allocated; use torch or CuPy"
+            )
+        return sys.modules["cupy"]
+    import numpy
+
+    return numpy
+
+
+def workspace(size: int, like: Array) -> tuple[Any, int]:
+    if like.device[0] == _problem.CUDA:
+        memory = sys.modules["cupy"].empty(size, "uint8")
+        return memory, memory.data.ptr
+    import numpy
+
+    # NumPy promises 16 bytes only; the library asks for 64.
+    memory = numpy.empty(size + 63, numpy.uint8)
+    return memory, (memory.ctypes.data + 63) // 64 * 64
+
+
+def empty(shape: tuple, dtype: Any, like: Array) -> Array:
+    return Array(_namespace(like).empty(shape, dtype))
+
+
+def state_dtype(q: Array) -> Any:
+    return "float64" if str(q.dtype) == "float64" else "float32"
+
+
+def hand_over(result: Array | None, like: Any) -> Any:
+    """The array for the caller, of the package of `like`."""
+    if result is None:
+        return None
+    if module_of(like.array) == "jax":
+        return sys.modules["jax"].numpy.asarray(result.array)
+    return result.array
+
+
+def check_writable(name: str, array: Any) -> None:
+    """For arrays that are updated in place."""
+    flags = getattr(array, "flags", None)
+    if module_of(array) == "jax" or not getattr(flags, "writeable", True):
+        raise ArgumentError(f"{name}: found a read-only array, expected one that can be updated")

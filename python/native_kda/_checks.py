@@ -1,0 +1,175 @@
+"""Arguments of the public functions: what flash-linear-attention refuses is refused here too.
+
+Only shapes and dtypes are looked at, so that the same checks serve torch, NumPy and tracing.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from ._problem import (
+    GATE_LOWER_BOUND,
+    GATE_NONE,
+    GATE_SOFTPLUS,
+    ArgumentError,
+    Options,
+    Sizes,
+    UnsupportedError,
+)
+
+SAFE_LOWER_BOUND = -5.0
+
+
+def take_state_layout(state_v_first: bool, kwargs: dict[str, Any]) -> bool:
+    """The older name of state_v_first."""
+    if "transpose_state_layout" not in kwargs:
+        return state_v_first
+    if state_v_first:
+        raise ArgumentError(
+            "transpose_state_layout: found together with state_v_first, its new name; pass one"
+        )
+    warnings.warn(
+        "`transpose_state_layout` is deprecated, use `state_v_first`",
+        DeprecationWarning,
+        stacklevel=4,
+    )
+    return bool(kwargs.pop("transpose_state_layout"))
+
+
+def refuse_unknown(kwargs: dict[str, Any]) -> None:
+    """An argument that nothing here knows may change the result: it is named, not dropped."""
+    for name, value in kwargs.items():
+        if value is not None and value is not False:
+            raise UnsupportedError(f"argument {name}={value!r} is not known")
+
+
+def gate_of(use_gate_in_kernel: bool, lower_bound: float | None, A_log: Any) -> tuple[int, float]:
+    if not use_gate_in_kernel:
+        return GATE_NONE, 0.0
+    if lower_bound is not None:
+        return GATE_LOWER_BOUND, float(lower_bound)
+    if A_log is None:
+        raise ArgumentError(
+            "A_log: absent, expected [HV]: `A_log` must be given with use_gate_in_kernel=True unless "
+            "lower_bound is set"
+        )
+    return GATE_SOFTPLUS, 0.0
+
+
+def check_safe_gate(safe_gate: bool, use_gate_in_kernel: bool, lower_bound: float | None) -> None:
+    if not (safe_gate and use_gate_in_kernel):
+        return
+    if lower_bound is None:
+        raise ArgumentError(
+            "lower_bound: absent, `lower_bound` must be given with safe_gate=True and "
+            "use_gate_in_kernel=True"
+        )
+    if not SAFE_LOWER_BOUND <= lower_bound < 0:
+        raise ArgumentError(
+            f"lower_bound: found {lower_bound}, expected a value in the safe range [-5, 0)"
+        )
+
+
+def options_of(
+    *,
+    scale: float | None,
+    use_qk_l2norm_in_kernel: bool,
+    use_gate_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    lower_bound: float | None,
+    state_v_first: bool,
+    A_log: Any,
+    chunk_size: int = 64,
+) -> Options:
+    if chunk_size not in (32, 64):
+        raise ArgumentError(
+            f"chunk_size: found {chunk_size}, `chunk_size` must be either 32 or 64"
+        )
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        raise ArgumentError(
+            "allow_neg_eigval: found True, requires use_beta_sigmoid_in_kernel=True"
+        )
+    gate, bound = gate_of(use_gate_in_kernel, lower_bound, A_log)
+    return Options(
+        gate,
+        bound,
+        None if scale is None else float(scale),
+        bool(use_qk_l2norm_in_kernel),
+        bool(use_beta_sigmoid_in_kernel),
+        bool(allow_neg_eigval),
+        bool(state_v_first),
+        chunk_size,
+    )
+
+
+def sizes_of(q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, cu: Any) -> Sizes:
+    """The sizes that the shapes give; the first shape that does not fit is named."""
+    for name, tensor, rank in (("q", q, 4), ("k", k, 4), ("v", v, 4), ("g", g, 4)):
+        if not hasattr(tensor, "shape"):
+            raise ArgumentError(
+                f"{name}: found {type(tensor).__name__}, expected a tensor of torch or an array "
+                "that speaks DLPack (NumPy, CuPy, JAX)"
+            )
+        if len(tensor.shape) != rank:
+            raise ArgumentError(
+                f"{name}: found shape {list(tensor.shape)}, expected {rank} dimensions"
+            )
+    B, T, H, K = q.shape
+    HV, V = v.shape[2], v.shape[3]
+    if q.shape != k.shape:
+        raise ArgumentError(
+            f"k: found shape {list(k.shape)}, expected that of q, {list(q.shape)}"
+        )
+    if K > 256:
+        raise ArgumentError(f"q: found head dim {K}, expected at most 256")
+    if H == 0 or HV % H != 0:
+        raise ArgumentError(
+            f"v: found {HV} heads, expected a multiple of the {H} heads of q (grouped value heads)"
+        )
+    if v.shape[:2] != (B, T):
+        raise ArgumentError(
+            f"v: found shape {list(v.shape)}, expected [B, T, HV, V] with B, T = {B}, {T} as in q"
+        )
+    if g.shape != (B, T, HV, K):
+        raise ArgumentError(
+            f"g: found shape {list(g.shape)}, expected [B, T, HV, K] = {[B, T, HV, K]}"
+        )
+    if beta.shape != (B, T, HV):
+        raise ArgumentError(
+            f"beta: found shape {list(beta.shape)}, expected [B, T, HV] = {[B, T, HV]}"
+        )
+    if cu is None:
+        return Sizes(B, T, H, HV, K, V)
+    if B != 1:
+        raise ArgumentError(
+            f"q: found batch size {B} with cu_seqlens, expected 1: pack all sequences in one row"
+        )
+    if len(cu.shape) != 1:
+        raise ArgumentError(f"cu_seqlens: found shape {list(cu.shape)}, expected [N+1]")
+    N = cu.shape[0] - 1
+    if N < 0:
+        raise ArgumentError("cu_seqlens: found no entry, expected [N+1]")
+    if initial_state is not None:
+        if initial_state.shape[0] != N:
+            raise ArgumentError(
+                f"initial_state: found {initial_state.shape[0]} states, expected {N}, one a sequence "
+                "of cu_seqlens"
+            )
+    return Sizes(B, T, H, HV, K, V, N)
+
+
+def state_shape(sizes: Sizes, options: Options, packed: bool) -> tuple[int, int, int, int]:
+    rows = sizes.N if packed else sizes.B
+    if options.state_v_first:
+        return (rows, sizes.HV, sizes.V, sizes.K)
+    return (rows, sizes.HV, sizes.K, sizes.V)
+
+
+def chunk_rows(sizes: Sizes, options: Options, packed: bool) -> int:
+    """Rows of h and dh."""
+    C = options.chunk_size
+    if packed:
+        return sizes.T // C + sizes.N
+    return sizes.B * ((sizes.T + C - 1) // C)

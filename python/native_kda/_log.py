@@ -1,0 +1,47 @@
+"""Logging and the environment variables of the package."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from . import _native
+
+logger = logging.getLogger("native_kda")
+
+_words = {word.strip() for word in os.environ.get("NATIVE_KDA_LOG", "").split(",")} - {""}
+dispatch = "dispatch" in _words
+execution = "exec" in _words
+
+if _words - {"dispatch", "exec"}:
+    raise ValueError(
+        f"environment variable NATIVE_KDA_LOG: found {sorted(_words)}, expected dispatch, exec or "
+        "both, separated by a comma"
+    )
+if _words:
+    # Asked for by variable, so that it must be seen where the program sets up no logging.
+    logger.setLevel(logging.INFO)
+    if not logger.handlers:
+        _handler = logging.StreamHandler()
+        _handler.setFormatter(logging.Formatter("[native_kda] %(message)s"))
+        logger.addHandler(_handler)
+        logger.propagate = False
+
+_said: set[str] = set()
+
+
+def once(text: str) -> None:
+    """Logs a warning the first time that it occurs."""
+    if text not in _said:
+        if len(_said) < 1000:
+            _said.add(text)
+        logger.warning(text)
+
+
+def disabled(tracing: bool = False) -> bool:
+    """NATIVE_KDA_DISABLE=1 sends every call to flash-linear-attention.
+
+    torch.compile can look into os.environ but not into the module, which is ten times as fast."""
+    name = "NATIVE_KDA_DISABLE"
+    value = os.environ.get(name, "") if tracing else _native.environment(name)
+    return value not in ("", "0")

@@ -1,0 +1,214 @@
+"""Problems and plans: what every route (torch, DLPack arrays) shares."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+from . import _log, _native
+
+OPERATIONS = (
+    "chunk_fwd",
+    "chunk_bwd",
+    "recurrent",
+    "gate_cumsum",
+    "intra",
+    "wu",
+    "state_scan",
+    "output",
+    "reverse_scan",
+    "wy_bwd",
+    "intra_bwd",
+)
+CHUNK_FWD, CHUNK_BWD, RECURRENT = 0, 1, 2
+
+CPU, CUDA = 0, 1
+DEVICE_TYPES = ("cpu", "cuda")
+
+BF16, F16, F32, F64, I32, I64 = range(1, 7)
+DTYPE_NAMES = ("none", "bf16", "fp16", "fp32", "fp64", "int32", "int64")
+
+GATE_NONE, GATE_SOFTPLUS, GATE_LOWER_BOUND = 0, 1, 2
+
+UnsupportedError = _native.UnsupportedError
+
+
+class ArgumentError(ValueError, AssertionError):
+    """A malformed call. flash-linear-attention raises ValueError for some and AssertionError for
+    others; this is both, so that callers may go on catching either."""
+
+
+class Spec(NamedTuple):
+    """One row of an operation's signature."""
+
+    id: int
+    name: str
+    is_output: bool
+    required: bool
+    shape: str
+    dtypes: str
+    about: str
+
+
+SPECS = tuple(
+    tuple(Spec(*row) for row in _native.tensor_specs(i)) for i in range(len(OPERATIONS))
+)
+ID = {spec.name: spec.id for specs in SPECS for spec in specs}
+
+
+class Sizes(NamedTuple):
+    B: int
+    T: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    N: int = 0
+    P: int = 0
+
+
+class Options(NamedTuple):
+    gate: int = GATE_NONE
+    lower_bound: float = 0.0
+    scale: float | None = None
+    qk_l2norm: bool = False
+    beta_sigmoid: bool = False
+    allow_neg_eigval: bool = False
+    state_v_first: bool = False
+    chunk_size: int = 64
+
+
+class Frame(Protocol):
+    """What a route must know of its tensors."""
+
+    def describe(
+        self, rows: list[tuple[str, Any]]
+    ) -> tuple[tuple[tuple, ...], tuple[int, int]]:
+        """The rows of a problem, (id, dtype, shape, stride in elements), and the device that all
+        tensors share; ArgumentError names the one that does not fit."""
+
+    def code(self, dtype: Any) -> int:
+        """The number of a dtype."""
+
+    def empty(self, shape: tuple, dtype: Any, like: Any) -> Any:
+        """A new contiguous tensor where `like` is."""
+
+    def state_dtype(self, q: Any) -> Any:
+        """The dtype of states beside this q."""
+
+    def workspace(self, size: int, like: Any) -> tuple[Any, int]:
+        """Scratch memory where `like` is, kept alive by the first item, and its address."""
+
+    def stream(self, device: tuple[int, int]) -> int:
+        """The current stream of a CUDA device."""
+
+    def run(self, plan: Any, tensors: tuple, workspace: int, size: int, stream: int) -> None:
+        """Runs a plan; the tensors are in the order of its problem."""
+
+
+_hits: Counter[str] = Counter()
+
+
+def hits() -> dict[str, int]:
+    """How often each implementation has run since the start or reset_hits(). Runs inside a CUDA
+    graph count once, when they are captured."""
+    return dict(_hits)
+
+
+def reset_hits() -> None:
+    """Sets all counters of hits() to zero."""
+    _hits.clear()
+
+
+# Bounded, so that training on ever changing lengths does not grow; a plan holds no tensor.
+# `choice` is the variable KDA_IMPL, which the library reads itself: another value, another plan.
+@lru_cache(maxsize=1024)
+def _plan(
+    operation: int,
+    sizes: Sizes,
+    options: Options,
+    layouts: tuple,
+    device: tuple[int, int],
+    choice: str,
+) -> _native.Plan:
+    plan = _native.Plan(operation, sizes, options, layouts, device[0], device[1])
+    if _log.dispatch:
+        _log.logger.info(
+            "%s -> %s, %s, %s", OPERATIONS[operation], plan.implementation, sizes, options
+        )
+    return plan
+
+
+def plan_of(
+    operation: int, sizes: Sizes, options: Options, layouts: tuple, device: tuple[int, int]
+) -> _native.Plan:
+    """The plan of a problem; ValueError or UnsupportedError if there is none."""
+    choice = _native.environment("KDA_IMPL")
+    return _plan(operation, sizes, options, layouts, device, choice)
+
+
+def not_a_tensor(name: str, tensor: Any) -> ArgumentError:
+    """For Frame.describe."""
+    return ArgumentError(
+        f"{name}: found dtype {tensor.dtype} and shape {tuple(tensor.shape)}, expected an array of "
+        "bf16, fp16, fp32, fp64, int32 or int64 with 1 to 4 dimensions"
+    )
+
+
+def elsewhere(
+    name: str, found: tuple[int, int], first: str, device: tuple[int, int]
+) -> ArgumentError:
+    """For Frame.describe."""
+    places = [f"{DEVICE_TYPES[kind]}:{index}" for kind, index in (found, device)]
+    return ArgumentError(f"{name}: found on {places[0]}, expected {places[1]}, where {first} is")
+
+
+class Prepared(NamedTuple):
+    """All about a call that does not depend on what its tensors contain or where they lie."""
+
+    plan: _native.Plan
+    implementation: str
+    workspace_bytes: int
+    sizes: Sizes
+    options: Options
+    device: tuple[int, int]
+    outputs: tuple[tuple[str, tuple, Any], ...]  # name, shape, dtype
+
+
+def prepare(
+    frame: Frame,
+    operation: int,
+    sizes: Sizes,
+    options: Options,
+    tensors: list[tuple[str, Any]],
+    outputs: list[tuple[str, tuple, Any]],
+) -> Prepared:
+    """The plan of an operation on these tensors, and the outputs that it allocates."""
+    layouts, device = frame.describe(tensors)
+    # An empty shape: the one that the sizes give, contiguous.
+    layouts += tuple((ID[name], frame.code(dtype), (), ()) for name, _, dtype in outputs)
+    plan = plan_of(operation, sizes, options, layouts, device)
+    return Prepared(
+        plan, plan.implementation, plan.workspace_bytes, sizes, options, device, tuple(outputs)
+    )
+
+
+def execute(frame: Frame, prepared: Prepared, tensors: tuple) -> list[Any]:
+    """Runs on the tensors that took part in prepare, in their order; returns the outputs."""
+    like = tensors[0]
+    results = [frame.empty(shape, dtype, like) for _, shape, dtype in prepared.outputs]
+    size, device = prepared.workspace_bytes, prepared.device
+    keep, workspace = frame.workspace(size, like) if size else (None, 0)
+    stream = frame.stream(device) if device[0] == CUDA else 0
+    start = time.perf_counter() if _log.execution else 0.0
+    frame.run(prepared.plan, (*tensors, *results), workspace, size, stream)
+    if _log.execution:
+        host = " (host)" if device[0] == CUDA else ""
+        elapsed = (time.perf_counter() - start) * 1e3
+        text = "%s on %s: %.3f ms%s"
+        _log.logger.info(text, prepared.implementation, prepared.sizes, elapsed, host)
+    _hits[prepared.implementation] += 1
+    del keep
+    return results

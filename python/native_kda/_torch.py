@@ -1,0 +1,79 @@
+"""The torch route: addresses of tensors, memory from torch's allocator, torch's current stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import _native, _problem
+
+_DTYPES = {
+    torch.bfloat16: _problem.BF16,
+    torch.float16: _problem.F16,
+    torch.float32: _problem.F32,
+    torch.float64: _problem.F64,
+    torch.int32: _problem.I32,
+    torch.int64: _problem.I64,
+}
+_ID = _problem.ID
+_CPU = (_problem.CPU, 0)
+# The Stream object of torch.cuda.current_stream() costs microseconds; this is its number alone.
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def _device(index: int) -> tuple[int, int]:
+    """Of a tensor's get_device(), which is -1 on the CPU."""
+    return (_problem.CUDA, index) if index >= 0 else _CPU
+
+
+def describe(rows: list[tuple[str, torch.Tensor]]) -> tuple[tuple, tuple[int, int]]:
+    layouts = []
+    first, tensor = rows[0]
+    index = tensor.get_device()
+    for name, tensor in rows:
+        dtype = _DTYPES.get(tensor.dtype, 0)
+        shape = tensor.shape
+        if not dtype or not shape:
+            raise _problem.not_a_tensor(name, tensor)
+        if tensor.get_device() != index:
+            raise _problem.elsewhere(name, _device(tensor.get_device()), first, _device(index))
+        layouts.append((_ID[name], dtype, shape, tensor.stride()))
+    return tuple(layouts), _device(index)
+
+
+code = _DTYPES.__getitem__
+
+
+def stream(device: tuple[int, int]) -> int:
+    return _current_stream(device[1])
+
+
+def workspace(size: int, like: torch.Tensor) -> tuple[torch.Tensor, int]:
+    memory = like.new_empty(size, dtype=torch.uint8)
+    return memory, memory.data_ptr()
+
+
+def empty(shape: tuple, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+    return like.new_empty(shape, dtype=dtype)
+
+
+# Reads plain tensors in a tenth of a microsecond each; None before torch 2.10.
+reader: _native.Reader | None = None
+_table = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+if _table is not None:
+    try:
+        reader = _native.Reader(_table)
+    except ValueError:  # of a later version of DLPack
+        pass
+
+
+def run(plan: _native.Plan, tensors: tuple, workspace: int, size: int, stream: int) -> None:
+    if reader is not None:
+        reader.run(plan, tensors, workspace, size, stream)
+    else:
+        plan.run(tuple(t.data_ptr() for t in tensors), workspace, size, stream)
+
+
+def state_dtype(q: torch.Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -1,0 +1,114 @@
+"""What this installation is, what it finds on this machine, and whether it computes rightly.
+
+usage: python -m native_kda.doctor [--json]
+
+Exit status 1 if a self-test fails.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from typing import Any
+
+import native_kda
+from native_kda import _native, _problem
+
+_VARIABLES = ("KDA_IMPL", "KDA_LOG", "NATIVE_KDA_DISABLE", "NATIVE_KDA_LOG", "FLA_NATIVE_KDA")
+_PACKAGES = ("torch", "flash-linear-attention", "fla-core", "transformers", "numpy", "cupy", "jax")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _why_no_cuda() -> str:
+    """The library's own words on why no CUDA device can be used."""
+    sizes = _problem.Sizes(1, 1, 1, 1, 1, 1)
+    names = ("q", "k", "v", "g", "beta", "o")
+    layouts = tuple((_problem.ID[name], _problem.F32, (), ()) for name in names)
+    try:
+        _problem.plan_of(0, sizes, _problem.Options(), layouts, (_problem.CUDA, 0))
+    except (native_kda.UnsupportedError, RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def _self_test(device: str) -> str:
+    """One token by hand: with a zero state o = scale (q . k) beta v."""
+    if device == "cpu":
+        try:
+            import numpy
+        except ImportError:
+            return "skipped: no numpy"
+        x: Any = numpy.full((1, 1, 1, 4), 0.5, numpy.float32)
+        o, _ = native_kda.chunk_kda(x, x, x, -x, x[..., 0], backend="cpu")
+        found = [float(value) for value in o.reshape(-1)]
+    else:
+        try:
+            import torch
+        except ImportError:
+            return "skipped: no torch"
+        x = torch.full((1, 1, 1, 4), 0.5, device=device)
+        o, _ = native_kda.chunk_kda(x, x, x, -x, x[..., 0], backend="cuda")
+        found = o.reshape(-1).tolist()
+    expected = 4**-0.5 * (4 * 0.25) * 0.5 * 0.5
+    right = all(abs(value - expected) < 1e-6 for value in found)
+    return "passed" if right else f"FAILED: o = {found}, expected {expected}"
+
+
+def report() -> dict[str, Any]:
+    """Everything that the program prints."""
+    devices = {kind: _native.device_count(i) for i, kind in enumerate(_problem.DEVICE_TYPES)}
+    families: dict[str, list[str]] = {}
+    for row in native_kda.support_matrix():
+        families.setdefault(row["device"], [])
+        if row["family"] not in families[row["device"]]:
+            families[row["device"]].append(row["family"])
+    return {
+        "native_kda": native_kda.__version__,
+        "location": os.path.dirname(native_kda.__file__),
+        "python": f"{platform.python_version()} on {platform.platform()}",
+        "packages": {package: _version(package) for package in _PACKAGES},
+        "built in": families,
+        "devices": devices,
+        "cuda": "usable" if devices["cuda"] else _why_no_cuda(),
+        "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        "self-test": {
+            kind: _self_test(kind) for kind in _problem.DEVICE_TYPES if devices[kind]
+        },
+    }
+
+
+def _flat(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_flat(entry)}" for name, entry in value.items()) or "none"
+    return " ".join(value) if isinstance(value, list) else str(value)
+
+
+def main(arguments: list[str]) -> int:
+    unknown = [word for word in arguments if word != "--json"]
+    if unknown:
+        print(__doc__, file=sys.stderr)
+        return 2
+    try:
+        import torch  # noqa: F401  # shares its CUDA context
+    except ImportError:
+        pass
+    found = report()
+    if "--json" in arguments:
+        print(json.dumps(found, indent=2))
+    else:
+        for name, value in found.items():
+            print(f"{name + ':':13} {_flat(value)}")
+    return int(any("FAILED" in result for result in found["self-test"].values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

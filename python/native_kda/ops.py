@@ -1,0 +1,251 @@
+"""The public functions: chunk_kda and fused_recurrent_kda, for torch tensors and for arrays.
+
+Names, order and defaults of the arguments are those of fla.ops.kda (flash-linear-attention), so
+that either function can stand in for its namesake there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from . import _calls, _kda, _log
+from ._problem import ArgumentError, UnsupportedError
+
+_BACKENDS = ("auto", "cuda", "cpu", "fla")
+
+
+def _check_backend(backend: str, q: Any) -> None:
+    if backend not in _BACKENDS:
+        raise ArgumentError(f"backend: found {backend!r}, expected one of {', '.join(_BACKENDS)}")
+    if backend in ("cuda", "cpu"):
+        kind = _calls.device_type(q)
+        if backend != kind:
+            raise ArgumentError(f"backend: found {backend!r} with tensors on {kind}")
+
+
+def _to_fla(function: str, reason: str, call: dict[str, Any], defaults: dict[str, Any]) -> Any:
+    """The call as flash-linear-attention does it; `reason` says why, once in the log."""
+    from . import fla
+
+    try:
+        original = fla.original(function)
+    except ImportError as missing:
+        raise UnsupportedError(
+            f"{function}: {reason}; flash-linear-attention could do it, but cannot be imported "
+            f"({missing})"
+        ) from None
+    _log.once(f"{function} goes to flash-linear-attention: {reason}")
+    # An older version need not know what is left at its default.
+    given = {n: x for n, x in call.items() if n not in defaults or x is not defaults[n]}
+    return original(**given)
+
+
+def _dispatch(
+    function: str,
+    native: Callable[[dict[str, Any]], Any],
+    call: dict[str, Any],
+    defaults: dict[str, Any],
+    backend: str,
+) -> Any:
+    """Native, or flash-linear-attention where the caller or the environment says so."""
+    if backend != "auto":
+        _check_backend(backend, call["q"])
+        if backend == "fla":
+            return _to_fla(function, "backend='fla'", call, defaults)
+    if _log.disabled(_calls.is_tracing()):
+        if backend != "auto":
+            raise UnsupportedError(f"backend: found {backend!r} with NATIVE_KDA_DISABLE set")
+        return _to_fla(function, "NATIVE_KDA_DISABLE is set", call, defaults)
+    try:
+        return native(call)
+    except UnsupportedError as error:
+        if backend != "auto" or not _calls.is_torch(call["q"]):
+            raise
+        reason = str(error)
+    return _to_fla(function, reason, call, defaults)
+
+
+def chunk_kda(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    scale: float | None = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Any = None,
+    cu_seqlens_cpu: Any = None,
+    cp_context: Any = None,
+    use_graph: bool = False,
+    max_num_seqs: int | None = None,
+    *,
+    A_log: Any = None,
+    dt_bias: Any = None,
+    chunk_size: int = 64,
+    backend: str = "auto",
+    **kwargs: Any,
+) -> tuple[Any, ...]:
+    """Kimi Delta Attention over whole sequences; differentiable for torch tensors.
+
+    Args:
+        q, k: [B, T, H, K]; one dtype with v.
+        v: [B, T, HV, V], HV a multiple of H.
+        g: [B, T, HV, K], natural-log decay; with use_gate_in_kernel the raw gate input.
+        beta: [B, T, HV]; with use_beta_sigmoid_in_kernel its logits.
+        scale: of the scores; K**-0.5 if None.
+        initial_state: [N, HV, K, V] in fp32, or [N, HV, V, K] with state_v_first.
+        output_final_state: whether to return the state after the last token.
+        use_qk_l2norm_in_kernel: q and k are normalised over K first.
+        use_gate_in_kernel: the decay is -exp(A_log) softplus(g + dt_bias), or with lower_bound
+            lower_bound sigmoid(exp(A_log) (g + dt_bias)). A_log: [HV]; dt_bias: [HV*K] or [HV, K].
+        use_beta_sigmoid_in_kernel: beta holds logits; with allow_neg_eigval it becomes 2 sigmoid.
+        safe_gate: says that decays are at least lower_bound. Checked, otherwise of no effect:
+            every gate is computed safely.
+        disable_recompute, use_graph, max_num_seqs: accepted, of no effect: what the backward needs
+            is recomputed, and every call can be captured in a CUDA graph.
+        return_intermediate_states: also returns the state entering each chunk, [B, NT, HV, K, V].
+            Only inside torch.inference_mode, or with arrays.
+        cu_seqlens: [N+1], int64 or int32: B is 1 and holds N sequences one after another.
+            cu_seqlens_cpu: the same on the host; only return_intermediate_states uses it.
+        chunk_size: 64 or 32.
+        backend: "cuda" or "cpu" insist on this library, "fla" on flash-linear-attention. "auto"
+            goes to flash-linear-attention with what this library cannot do, and logs why, once.
+
+    Returns:
+        (o, final_state), or (o, final_state, h). o: [B, T, HV, V] in the dtype of q. final_state:
+        fp32 in the layout of initial_state, or None.
+    """
+    call = dict(
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        safe_gate=safe_gate,
+        lower_bound=lower_bound,
+        disable_recompute=disable_recompute,
+        return_intermediate_states=return_intermediate_states,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        cp_context=cp_context,
+        use_graph=use_graph,
+        max_num_seqs=max_num_seqs,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        chunk_size=chunk_size,
+        **kwargs,
+    )
+    return _dispatch("chunk_kda", _calls.chunk, call, _calls.CHUNK_DEFAULTS, backend)
+
+
+def chunk_kda_backward(
+    do: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    *,
+    dfinal_state: Any = None,
+    wanted: tuple[str, ...] = _kda.GRADIENTS,
+    **options: Any,
+) -> dict[str, Any]:
+    """The gradients of chunk_kda, for arrays that have no automatic differentiation.
+
+    Args:
+        do: gradient of o. dfinal_state: gradient of final_state; None counts as zero.
+        wanted: names of the gradients to compute, of dq, dk, dv, dg, dbeta, dA_log, ddt_bias and
+            dinitial_state. Those whose input is absent are left out.
+        options: as chunk_kda, the same as in the forward.
+
+    Returns:
+        The gradients by name, each with dtype and shape of its input.
+    """
+    unknown = set(wanted) - set(_kda.GRADIENTS)
+    if unknown:
+        raise ArgumentError(f"wanted: found {sorted(unknown)}, expected {_kda.GRADIENTS}")
+    call = {**_calls.CHUNK_DEFAULTS, "q": q, "k": k, "v": v, "g": g, "beta": beta, **options}
+    return _calls.chunk_backward(do, dfinal_state, call, tuple(wanted))
+
+
+def fused_recurrent_kda(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    A_log: Any = None,
+    dt_bias: Any = None,
+    scale: float | None = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Any = None,
+    *,
+    state_indices: Any = None,
+    num_accepted: Any = None,
+    in_place: bool = False,
+    backend: str = "auto",
+    **kwargs: Any,
+) -> tuple[Any, Any]:
+    """Kimi Delta Attention token by token, for decoding. No gradients.
+
+    The arguments are those of chunk_kda, and besides:
+        state_indices: [N], int32. initial_state is then a pool of states [P, HV, K, V], which is
+            updated in place: sequence i reads and writes slot state_indices[i], -1 skips it.
+        in_place: initial_state is updated in place, and returned as final_state.
+        num_accepted: [N], int32: only so many tokens of each sequence change its state, which is
+            updated in place; for speculative decoding.
+
+    Returns:
+        (o, final_state). final_state is the tensor initial_state where that is updated in place.
+    """
+    call = dict(
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        lower_bound=lower_bound,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        state_indices=state_indices,
+        num_accepted=num_accepted,
+        in_place=in_place,
+        **kwargs,
+    )
+    defaults = _calls.RECURRENT_DEFAULTS
+    return _dispatch("fused_recurrent_kda", _calls.recurrent, call, defaults, backend)

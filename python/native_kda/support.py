@@ -1,0 +1,93 @@
+"""What is built in, what a call would use, and running it once ahead of time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import _arrays, _calls, _kda, _native, _problem
+from ._problem import UnsupportedError
+
+
+def support_matrix() -> list[dict[str, str]]:
+    """One row for each implementation in this build, fastest first for each operation and device."""
+    return [
+        {
+            "operation": _problem.OPERATIONS[operation],
+            "device": _problem.DEVICE_TYPES[device],
+            "implementation": name,
+            "family": family,
+            "takes": features,
+        }
+        for name, family, operation, device, features in _native.implementations()
+    ]
+
+
+def is_supported(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, *, backward: bool = False, **arguments: Any
+) -> tuple[bool, str, str]:
+    """Whether chunk_kda would run natively with these arguments, and why not.
+
+    Nothing is computed. With `backward` the question is about the gradients too.
+
+    Returns:
+        (supported, reason, implementation); reason is "" if supported, implementation "" if not.
+    """
+    call = {**_calls.CHUNK_DEFAULTS, "q": q, "k": k, "v": v, "g": g, "beta": beta, **arguments}
+    call.pop("backend", None)
+    try:
+        plans = [plan(call)] + ([plan(call, backward=True)] if backward else [])
+    except (UnsupportedError, ValueError) as error:
+        return False, str(error), ""
+    return True, "", ", ".join(plan.implementation for plan in plans)
+
+
+def plan(call: dict[str, Any], backward: bool = False) -> Any:
+    """The plan of a call of chunk_kda; ValueError or UnsupportedError if there is none."""
+    inputs, options = _calls.chunk_problem(call)
+    cu_seqlens, with_state = call["cu_seqlens"], bool(call["output_final_state"])
+    frame: Any = _calls.torch_frame()
+    if not _calls.is_torch(inputs[0]):
+        frame = _arrays
+        inputs = tuple(_arrays.wrap(array) for array in inputs)
+        cu_seqlens = _arrays.wrap(cu_seqlens)
+    if not backward:
+        return _kda.prepare_forward(frame, inputs, cu_seqlens, options, with_state).plan
+    # The gradient of o, for its dtype and shape.
+    do = frame.empty(tuple(inputs[2].shape), inputs[0].dtype, inputs[0])
+    needs = (True,) * len(_kda.GRADIENTS)
+    prepared: Any = _kda.prepare_backward(frame, do, None, inputs, cu_seqlens, options, needs)
+    return prepared.plan
+
+
+def warmup(
+    B: int,
+    T: int,
+    H: int,
+    K: int,
+    V: int | None = None,
+    HV: int | None = None,
+    *,
+    dtype: str = "bfloat16",
+    device: str = "cuda",
+    backward: bool = True,
+    **arguments: Any,
+) -> None:
+    """Runs chunk_kda once on zeros of this shape (torch), so that the first real call need not
+    load kernels. Nothing is compiled, here or ever. `arguments` are those of chunk_kda."""
+    import torch
+
+    from .ops import chunk_kda
+
+    V, HV = V or K, HV or H
+    io = dict(dtype=getattr(torch, dtype), device=device, requires_grad=backward)
+    q, k = (torch.zeros(B, T, H, K, **io) for _ in range(2))
+    v, g = torch.zeros(B, T, HV, V, **io), torch.zeros(B, T, HV, K, **io)
+    beta = torch.zeros(B, T, HV, **io)
+    if arguments.get("use_gate_in_kernel") and "A_log" not in arguments:
+        arguments["A_log"] = torch.zeros(HV, device=device, requires_grad=backward)
+        arguments["dt_bias"] = torch.zeros(HV * K, device=device, requires_grad=backward)
+    o, _ = chunk_kda(q, k, v, g, beta, **arguments)[:2]
+    if backward:
+        o.sum().backward()
+    if o.is_cuda:
+        torch.cuda.synchronize(o.device)

@@ -1,0 +1,228 @@
+#include "cuda/sm90/state_scan/state_scan.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "cuda/generic/pipeline.h"
+#include "cuda/launch.h"
+#include "cuda/sm90/state_scan/instances/instances.h"
+#include "cuda/sm90/state_scan/state_scan_op.h"
+#include "cuda/tensor_map.h"
+#include "cuda/tile/swizzle.cuh"
+
+namespace kda::cuda::sm90 {
+namespace {
+
+using enum TensorId;
+
+constexpr int64_t kMostBlocks = int64_t{1} << 30;  // even, for clusters
+constexpr std::uintptr_t kAddressBytes = 16;
+
+TensorMapShape token_map(const Tensor& t, int64_t width, int64_t heads, int64_t T, int64_t B) {
+  return {{width, heads, T, B},
+          {t.stride[3], t.stride[2], t.stride[1], t.stride[0]},
+          {kPanelColumns, 1, kScanChunk, 1}};
+}
+
+TensorMapShape checkpoint_map(const Tensor& t, int64_t V, int64_t K, int64_t HV, int64_t rows) {
+  return {{V, K, HV, rows},
+          {t.stride[3], t.stride[2], t.stride[1], t.stride[0]},
+          {kPanelColumns, static_cast<int32_t>(K), 1, 1}};
+}
+
+Tensor layout_of(const Problem& problem, TensorId id) { return tensor_of(problem, {}, id); }
+
+/// Rows of fp32 channels are read and written in vectors.
+bool has_whole_rows(const TensorLayout& layout) {
+  return layout.stride[3] == 1 && layout.stride[0] % 4 == 0 && layout.stride[1] % 4 == 0 &&
+         layout.stride[2] % 4 == 0;
+}
+
+std::string layout_obstacle(const Problem& problem) {
+  const Sizes& s = problem.sizes;
+  for (const TensorId id : {kKg, kW, kU, kVNew, kH, kDo}) {
+    if (!problem.has(id)) continue;
+    const Tensor t = layout_of(problem, id);
+    const int64_t width = id == kKg || id == kW ? s.K : s.V;
+    const char* const obstacle =
+        tensor_map_obstacle(id == kH ? checkpoint_map(t, s.V, s.K, s.HV, problem.chunk_rows())
+                                     : token_map(t, width, s.HV, s.T, s.B));
+    if (*obstacle != '\0') return fmt::format("{} ({})", obstacle, name_of(id));
+  }
+  for (const TensorId id : {kGamma, kDqRaw}) {
+    if (problem.has(id) && !has_whole_rows(problem[id])) {
+      return fmt::format("rows apart from 16 bytes ({})", name_of(id));
+    }
+  }
+  return "";
+}
+
+ScanTiling choose_tiling(const StateScanParams& p, bool raw_dq) {
+  if (raw_dq) {
+    if (p.heads.V == 64) return ScanTiling::kNarrowRawDq;
+    return p.heads.V == 128 ? ScanTiling::kWideRawDq : ScanTiling::kWideRawDqPair;
+  }
+  if (p.heads.V % 128 != 0) return ScanTiling::kNarrow;
+  int device = 0;
+  int sms = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+  const int64_t wide = p.sequences.count * p.heads.HV * (p.heads.V / 128);
+  return 2 * wide <= sms ? ScanTiling::kNarrow : ScanTiling::kWide;
+}
+
+/// The tensors that TMA and vector loads reach.
+std::array<std::pair<const char*, const Tensor*>, 8> addressed(const ScanRequest& request) {
+  const StateScanParams& p = request.scan;
+  return {{{"kg", &p.kg},
+           {"w", &p.w},
+           {"u", &p.u},
+           {"gamma", &p.gamma},
+           {"h", &p.h},
+           {"v_new", &p.v_new},
+           {"do", &request.grad_o},
+           {"dq_raw", &request.dq_raw}}};
+}
+
+bool is_aligned(const Tensor& tensor) {
+  return reinterpret_cast<std::uintptr_t>(tensor.data) % kAddressBytes == 0;
+}
+
+Status refuse_addresses(const ScanRequest& request, bool, cudaStream_t) {
+  for (const auto& [name, tensor] : addressed(request)) {
+    if (is_aligned(*tensor)) continue;
+    return {StatusCode::kInvalidArgument,
+            fmt::format("{}: found address {}, expected a multiple of {}, which sm90_state_scan "
+                        "needs; align it or choose cuda_state_scan",
+                        name, tensor->data, kAddressBytes)};
+  }
+  return {};
+}
+
+/// The generic kernels take every address, but an explicit choice does not fall back, nor does
+/// dq_raw, for which they need a larger workspace than the plan asked for.
+template <bool kExplicit>
+void stage_state_scan(Pipeline& run) {
+  const ScanRequest request{
+      {run[kKg], run[kW], run[kU], run[kGamma], run.state(kInitialState), run[kH], run[kVNew],
+       run.state(kFinalState), run.heads(), run.sequences()},
+      run[kDo],
+      run[kDqRaw]};
+  if (is_aligned(request)) {
+    run(launch_state_scan, request);
+  } else if (kExplicit || run.has(kDqRaw)) {
+    run(refuse_addresses, request);
+  } else {
+    return cuda::stage_state_scan(run);
+  }
+  run.finish();
+}
+
+}  // namespace
+
+std::string state_scan_obstacle(const Problem& problem) {
+  const Sizes& s = problem.sizes;
+  if (s.K != 64 && s.K != 128) return fmt::format("K = {} (64 or 128)", s.K);
+  if (s.V % kWarpgroupColumns != 0) return fmt::format("V = {} (a multiple of 64)", s.V);
+  if (problem.chunk_size != kScanChunk) return fmt::format("chunk_size {}", problem.chunk_size);
+  if (s.T == 0 || problem.sequences() == 0) return "no tokens";
+  if (problem.has(kDqRaw) && s.V != 64 && s.V != 128 && s.V != 256) {
+    return fmt::format("dq_raw with V = {} (64, 128 or 256)", s.V);
+  }
+  const DType io = problem[kKg].dtype;
+  if (io != DType::kBF16 && io != DType::kF16) return fmt::format("{} tensors (kg)", name_of(io));
+  for (const TensorId id : {kW, kU, kH, kVNew, kDo}) {
+    const DType dtype = problem[id].dtype;
+    if (problem.has(id) && dtype != io) {
+      return fmt::format("{} tensors beside {} ones ({})", name_of(dtype), name_of(io),
+                         name_of(id));
+    }
+  }
+  for (const TensorId id : {kGamma, kInitialState, kFinalState, kDqRaw}) {
+    const DType dtype = problem[id].dtype;
+    if (problem.has(id) && dtype != DType::kF32) {
+      return fmt::format("{} tensors ({})", name_of(dtype), name_of(id));
+    }
+  }
+  return layout_obstacle(problem);
+}
+
+bool is_aligned(const ScanRequest& request) {
+  const auto tensors = addressed(request);
+  return std::all_of(tensors.begin(), tensors.end(),
+                     [](const auto& row) { return is_aligned(*row.second); });
+}
+
+Status launch_state_scan(const ScanRequest& request, const ScanKernel& kernel,
+                         cudaStream_t stream) {
+  const StateScanParams& params = request.scan;
+  const Heads& heads = params.heads;
+  const Sequences& sequences = params.sequences;
+  const int64_t B = sequences.cu.data ? 1 : sequences.count;
+  ScanParams p{};
+  Status status;
+  const auto encode = [&](CUtensorMap& map, const char* name, const Tensor& t,
+                          const TensorMapShape& shape) {
+    if (t.data == nullptr || !status.ok()) return;
+    status = make_tensor_map(map, name, t, shape);
+  };
+  const auto tokens = [&](const Tensor& t, int64_t width) {
+    return token_map(t, width, heads.HV, sequences.T, B);
+  };
+  encode(p.kg, "kg", params.kg, tokens(params.kg, heads.K));
+  encode(p.w, "w", params.w, tokens(params.w, heads.K));
+  encode(p.u, "u", params.u, tokens(params.u, heads.V));
+  encode(p.v_new, "v_new", params.v_new, tokens(params.v_new, heads.V));
+  encode(p.grad_o, "do", request.grad_o, tokens(request.grad_o, heads.V));
+  encode(p.h, "h", params.h,
+         checkpoint_map(params.h, heads.V, heads.K, heads.HV, sequences.chunk_rows));
+  if (!status.ok()) return status;
+  p.gamma = params.gamma;
+  p.initial_state = params.initial_state;
+  p.final_state = params.final_state;
+  p.v_new_rows = params.v_new;
+  p.heads = heads;
+  p.sequences = sequences;
+  p.dq_raw = request.dq_raw;
+  p.has_h = params.h.data != nullptr;
+  const int64_t blocks =
+      std::min(sequences.count * heads.HV * (heads.V / kernel.v_tile), kMostBlocks);
+  void* arguments[] = {&p};
+  return launch_raw({"sm90_state_scan", blocks, kernel.threads, kernel.shared_bytes},
+                    reinterpret_cast<const void*>(kernel.kernel), arguments, stream);
+}
+
+Status launch_state_scan(const ScanRequest& request, bool, cudaStream_t stream) {
+  const StateScanParams& p = request.scan;
+  const bool fp16 = p.kg.dtype == static_cast<int32_t>(DType::kF16);
+  const auto instance = p.heads.K == 64 ? (fp16 ? state_scan_fp16_k64 : state_scan_bf16_k64)
+                                        : (fp16 ? state_scan_fp16_k128 : state_scan_bf16_k128);
+  return launch_state_scan(request, instance(choose_tiling(p, request.dq_raw.data != nullptr)),
+                           stream);
+}
+
+Result<std::unique_ptr<Executor>> make_state_scan(const Problem& problem, const Device& device,
+                                                  const Options& options) {
+  if (Status status = check_device(device); !status.ok()) return status;
+  int major = 0;
+  int minor = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device.index);
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device.index);
+  if (major != 9) {
+    return Status(StatusCode::kUnsupported,
+                  fmt::format("compute capability {}.{} (9.0)", major, minor));
+  }
+  if (std::string obstacle = state_scan_obstacle(problem); !obstacle.empty()) {
+    return Status(StatusCode::kUnsupported, std::move(obstacle));
+  }
+  return make_pipeline(
+      problem, device,
+      options.implementation.empty() ? stage_state_scan<false> : stage_state_scan<true>);
+}
+
+}  // namespace kda::cuda::sm90

@@ -1,0 +1,27 @@
+"""Fixtures of the Python tests. They test the installed package, never the sources beside them."""
+
+import pytest
+
+import native_kda
+
+
+@pytest.fixture(autouse=True)
+def _counters(monkeypatch):
+    monkeypatch.delenv("KDA_IMPL", raising=False)
+    monkeypatch.delenv("NATIVE_KDA_DISABLE", raising=False)
+    native_kda.reset_hits()
+
+
+@pytest.fixture
+def torch():
+    return pytest.importorskip("torch", reason="torch is not installed")
+
+
+@pytest.fixture
+def fla():
+    """flash-linear-attention with this library enabled, disabled again afterwards."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    pytest.importorskip("fla", reason="flash-linear-attention is not installed")
+    native_kda.fla.enable()
+    yield pytest.importorskip("fla.ops.kda")
+    native_kda.fla.disable()

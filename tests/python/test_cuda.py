@@ -1,0 +1,234 @@
+"""torch on a GPU: exactness, streams, graphs, memory. Skipped, with the reason, where there is none."""
+
+import pytest
+import reference
+from reference import ratio
+
+import native_kda
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+if not any(row["device"] == "cuda" for row in native_kda.support_matrix()):
+    pytest.skip("native_kda was built without CUDA", allow_module_level=True)
+
+FLAGS = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
+
+
+def inputs(seed=0, dtype=torch.bfloat16, grad=True, B=2, T=130, H=2, HV=2, K=64, V=64):
+    drawn = reference.numpy_inputs(seed, B=B, T=T, H=H, HV=HV, K=K, V=V, gate="softplus")
+    wide = ("A_log", "dt_bias", "initial_state")
+    return {n: torch.from_numpy(x).to("cuda", torch.float32 if n in wide else dtype)
+            .requires_grad_(grad) for n, x in drawn.items()}
+
+
+def expected(x, weights, packed=None, **how):
+    """The recurrence in float64 on the host, at the same inputs."""
+    copies = {n: t.detach().cpu().double().requires_grad_() for n, t in x.items()}
+    o, s = reference.torch_recurrence(**copies, l2norm=True, beta_sigmoid=True, **how)
+    loss = (o * weights[0].cpu()).sum() + (s * weights[1].cpu()).sum()
+    return o, s, dict(zip(copies, torch.autograd.grad(loss, list(copies.values()))))
+
+
+def found(x, weights, **options):
+    o, s = native_kda.chunk_kda(**x, **FLAGS, output_final_state=True, **options)
+    loss = (o.double() * weights[0]).sum() + (s.double() * weights[1]).sum()
+    return o, s, dict(zip(x, torch.autograd.grad(loss, list(x.values()))))
+
+
+def weights_of(x):
+    torch.manual_seed(1)
+    B, _, HV, V = x["v"].shape
+    return (torch.randn(x["v"].shape, dtype=torch.double, device="cuda"),
+            torch.randn(B, HV, x["q"].shape[-1], V, dtype=torch.double, device="cuda"))
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+@pytest.mark.parametrize("shape", [{}, dict(HV=4, K=128, V=128), dict(H=1, HV=3, K=40, V=24)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_all_gradients_match_the_recurrence(dtype, shape, lower_bound):
+    x = inputs(dtype=dtype, **shape)
+    weights = weights_of(x)
+    gate = "softplus" if lower_bound is None else "lower_bound"
+    o, s, wanted = expected(x, weights, gate=gate, lower_bound=lower_bound)
+    got_o, got_s, got = found(x, weights, lower_bound=lower_bound)
+    # fp32 inputs are held to the 1e-4 that fla holds its own fp32 path to.
+    limits = reference.BF16 if dtype == torch.bfloat16 else dict.fromkeys(reference.BF16, 1e-4)
+    assert ratio(o.detach(), got_o.detach().double().cpu()) < limits["o"]
+    assert ratio(s.detach(), got_s.detach().cpu()) < limits["final_state"]
+    for name, gradient in got.items():
+        assert gradient.dtype == x[name].dtype
+        assert ratio(wanted[name], gradient.double().cpu()) < limits["d" + name], name
+    assert all(name.startswith(("cuda_", "sm90_")) for name in native_kda.hits())
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_packed_equals_separate(dtype):
+    lengths = [5, 0, 64, 61]
+    x = inputs(B=1, T=sum(lengths) + 3)
+    x["initial_state"] = torch.randn(4, 2, 64, 64, device="cuda").requires_grad_()
+    cu = torch.tensor([0, 5, 5, 69, 130], dtype=dtype, device="cuda")
+    o, s = native_kda.chunk_kda(**x, **FLAGS, output_final_state=True, cu_seqlens=cu)
+    assert torch.equal(s[1], x["initial_state"][1]) and not o[:, 130:].any()
+    for i, (begin, length) in enumerate(zip([0, 5, 5, 69], lengths)):
+        if length:
+            part = {n: t[:, begin : begin + length] if t.dim() > 2 and n != "initial_state" else t
+                    for n, t in x.items()}
+            part["initial_state"] = x["initial_state"][i : i + 1]
+            alone, state = native_kda.chunk_kda(**part, **FLAGS, output_final_state=True)
+            assert torch.equal(o[:, begin : begin + length], alone)
+            assert torch.equal(s[i], state[0])
+
+
+def test_graph_capture_of_forward_and_backward():
+    """GRAPH-04: captured once, replayed with other values and other lengths."""
+    x = inputs(B=1, T=200)
+    x["initial_state"] = torch.randn(3, 2, 64, 64, device="cuda").requires_grad_()
+    cu = torch.tensor([0, 50, 100, 200], device="cuda")
+    names = list(x)
+
+    def step():
+        o, s = native_kda.chunk_kda(**x, **FLAGS, output_final_state=True, cu_seqlens=cu)
+        return (o, s, *torch.autograd.grad(o.float().square().sum() + s.square().sum(),
+                                           [x[n] for n in names]))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for lengths in ([0, 50, 100, 200], [0, 1, 1, 130], [0, 200, 200, 200]):
+        with torch.no_grad():
+            for n in ("q", "k", "v", "g", "beta"):
+                x[n].copy_(torch.randn_like(x[n]))
+            cu.copy_(torch.tensor(lengths))
+        graph.replay()
+        for a, b in zip(captured, step()):
+            assert torch.equal(a, b)
+
+
+def test_no_synchronisation():
+    """GRAPH-07."""
+    x = inputs()
+    cu = torch.tensor([0, 130], device="cuda")
+    one = {n: t[:1] if t.dim() > 2 else t for n, t in x.items()}
+    native_kda.chunk_kda(**one, **FLAGS, cu_seqlens=cu)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        o, s = native_kda.chunk_kda(**one, **FLAGS, cu_seqlens=cu, output_final_state=True)
+        o.float().sum().backward()
+        native_kda.fused_recurrent_kda(**{n: t.detach() for n, t in one.items()}, **FLAGS)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_side_streams():
+    x = inputs(T=1000)
+    want = native_kda.chunk_kda(**x, **FLAGS)[0]
+    for _ in range(3):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(2_000_000)
+            y = {n: (t * 1.0).detach() for n, t in x.items()}
+            o = native_kda.chunk_kda(**y, **FLAGS)[0]
+        torch.cuda.current_stream().wait_stream(side)
+        assert torch.equal(o, want)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU only")
+def test_second_device():
+    x = {n: t.to("cuda:1") for n, t in inputs().items()}
+    o, _ = native_kda.chunk_kda(**x, **FLAGS)
+    assert o.device.index == 1 and torch.cuda.current_device() == 0
+
+
+def test_tensors_elsewhere_are_named():
+    x = inputs()
+    with pytest.raises(ValueError, match="beta: found on cpu:0, expected cuda:0"):
+        native_kda.chunk_kda(**{**x, "beta": x["beta"].cpu()}, **FLAGS)
+    with pytest.raises(ValueError, match="cu_seqlens: found on cpu"):
+        one = {n: t[:1] if t.dim() > 2 else t for n, t in x.items()}
+        native_kda.chunk_kda(**one, **FLAGS, cu_seqlens=torch.tensor([0, 130]))
+
+
+def test_runs_are_bitwise_equal():
+    x = inputs()
+    weights = weights_of(x)
+    first, second = found(x, weights), found(x, weights)
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+    assert all(torch.equal(first[2][n], second[2][n]) for n in x)
+
+
+def test_decode_with_a_pool():
+    """The argument pattern of vLLM and SGLang: a V-first pool, updated in place, by index."""
+    x = inputs(B=4, T=1, K=128, V=128, grad=False)
+    x.pop("initial_state")
+    pool = torch.randn(9, 2, 128, 128, device="cuda")
+    before = pool.clone()
+    indices = torch.tensor([7, -1, 0, 3], dtype=torch.int32, device="cuda")
+    gate = dict(lower_bound=-5.0, state_v_first=True)
+    o, same = native_kda.fused_recurrent_kda(**x, **FLAGS, **gate, initial_state=pool,
+                                             state_indices=indices)
+    assert same is pool and not o[1].any()
+    for i, slot in ((0, 7), (2, 0), (3, 3)):
+        one = {n: t[i : i + 1] if t.dim() > 2 or n == "beta" else t for n, t in x.items()}
+        alone, state = native_kda.fused_recurrent_kda(
+            **one, **FLAGS, **gate, initial_state=before[slot : slot + 1], output_final_state=True)
+        assert torch.equal(o[i], alone[0]) and torch.equal(pool[slot], state[0])
+    for slot in (1, 2, 4, 5, 6, 8):
+        assert torch.equal(pool[slot], before[slot])
+
+
+def test_compiled():
+    x = inputs()
+    compiled = torch.compile(native_kda.chunk_kda, fullgraph=True, backend="aot_eager")
+    a, b = (f(**x, **FLAGS)[0] for f in (native_kda.chunk_kda, compiled))
+    assert torch.equal(a, b)
+    ga, gb = (torch.autograd.grad(o.float().square().sum(), list(x.values())) for o in (a, b)
+              if o is not None)
+    assert all(torch.equal(s, t) for s, t in zip(ga, gb))
+
+
+def test_stages_give_the_whole():
+    x = inputs(grad=False, dtype=torch.float32)
+    q, k = (t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (x["q"], x["k"]))
+    v, beta = x["v"], x["beta"].sigmoid()
+    stages = native_kda.stages
+    gamma = stages.gate_cumsum(x["g"], x["A_log"], x["dt_bias"], use_gate_in_kernel=True)
+    Aqk, A = stages.intra(q, k, beta, gamma)
+    w, u, kg = stages.wu(k, v, beta, gamma, A)
+    h, v_new, state = stages.state_scan(kg, w, u, gamma, x["initial_state"])
+    o = stages.output(q, gamma, Aqk, h, v_new)
+    whole, s = native_kda.chunk_kda(**x, **FLAGS, output_final_state=True)
+    assert ratio(whole.cpu(), o.cpu()) < 1e-5 and ratio(s.cpu(), state.cpu()) < 1e-5
+
+
+def test_memory_is_given_back():
+    x = inputs(T=1024)
+    found(x, weights_of(x))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(20):
+        found(x, weights_of(x))
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_launches_on_a_full_grid_of_short_sequences():
+    """VARLEN-09: thousands of sequences in one call."""
+    N, length = 2050, 16
+    x = inputs(B=1, T=N * length, H=4, HV=4, grad=False)
+    x["initial_state"] = None
+    cu = torch.arange(0, (N + 1) * length, length, device="cuda")
+    o, s = native_kda.chunk_kda(**x, **FLAGS, cu_seqlens=cu, output_final_state=True)
+    i = 1234
+    part = {n: t[:, i * length : (i + 1) * length] if t is not None and t.dim() > 2 else t
+            for n, t in x.items()}
+    alone, state = native_kda.chunk_kda(**part, **FLAGS, output_final_state=True)
+    assert torch.equal(o[:, i * length : (i + 1) * length], alone)
+    assert torch.equal(s[i], state[0])

@@ -1,0 +1,136 @@
+"""The wheel and what importing it needs."""
+
+import ast
+import importlib.metadata
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+import native_kda
+
+PACKAGE = pathlib.Path(native_kda.__file__).parent
+MODULES = ("__init__", "_arrays", "_autograd", "_calls", "_checks", "_kda", "_library", "_log",
+           "_problem", "_torch", "doctor", "fla", "ops", "run", "stages", "support")
+
+
+def python(*arguments, **variables):
+    environment = {**os.environ, **variables}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120,
+                          env=environment, check=False)
+
+
+def test_content_of_the_wheel():
+    path = os.environ.get("NATIVE_KDA_WHEEL")
+    if not path:
+        pytest.skip("NATIVE_KDA_WHEEL names no wheel; tools/test.sh python sets it")
+    with zipfile.ZipFile(path) as wheel:
+        names = wheel.namelist()
+    code = [n for n in names if n.startswith("native_kda/")]
+    libraries = [n for n in code if ".so" in n]
+    assert sorted(n for n in code if n not in libraries) == sorted(
+        [f"native_kda/{m}.py" for m in MODULES] + ["native_kda/_native.pyi", "native_kda/py.typed"])
+    (module,) = (n for n in libraries if "/_native." in n)
+    # Beside the module only what distributions ship as shared libraries.
+    assert all(re.match(r"native_kda/lib(fmt|hwy|gomp|omp)\.so\.\d+$", n)
+               for n in libraries if n != module)
+    rest = [n for n in names if n not in code]
+    assert all(re.match(r"native_kda-[^/]*\.dist-info/", n) for n in rest), rest
+    assert any(n.endswith("LICENSE") for n in rest)
+    expected = "abi3" if sys.version_info >= (3, 12) else f"cp3{sys.version_info.minor}"
+    assert expected.replace("cp", "cpython-") in module and expected in pathlib.Path(path).name
+
+
+def test_the_tests_use_the_installed_package():
+    source = pathlib.Path(__file__).resolve().parents[2]
+    if os.environ.get("NATIVE_KDA_WHEEL"):
+        assert source / "python" not in PACKAGE.resolve().parents
+
+
+def test_version_is_that_of_the_header():
+    header = pathlib.Path(__file__).resolve().parents[2] / "include" / "kda" / "version.h"
+    if not header.exists():
+        pytest.skip("the sources are not here")
+    numbers = re.findall(r"#define KDA_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)", header.read_text())
+    assert native_kda.__version__ == ".".join(numbers)
+    if os.environ.get("NATIVE_KDA_WHEEL"):
+        assert importlib.metadata.version("native-kda") == native_kda.__version__
+
+
+def test_import_needs_neither_torch_nor_numpy():
+    block = ("import sys; sys.modules['torch'] = sys.modules['numpy'] = None; import native_kda; "
+             "print(len(native_kda.support_matrix()) > 0)")
+    result = python("-c", block)
+    assert result.stdout == "True\n", result.stderr
+
+
+def test_import_alone_loads_no_framework():
+    result = python("-c", "import native_kda, sys; "
+                    "print([m for m in ('torch', 'numpy', 'fla', 'jax') if m in sys.modules])")
+    assert result.stdout == "[]\n", result.stderr
+
+
+def test_no_symbol_leaks_out_of_the_module():
+    """Another library in the process must not meet our C++ symbols."""
+    (module,) = PACKAGE.glob("_native*.so")
+    try:
+        listing = subprocess.run(["nm", "-D", "--defined-only", str(module)], text=True, check=True,
+                                 capture_output=True).stdout
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        pytest.skip("nm is not installed")
+    symbols = {line.split()[-1] for line in listing.splitlines()}
+    foreign = {s for s in symbols if re.search(r"cuda|3kda|^kda_", s)}
+    assert "PyInit__native" in symbols and not foreign, sorted(foreign)[:10]
+
+
+def test_doctor():
+    result = python("-m", "native_kda.doctor", "--json")
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["native_kda"] == native_kda.__version__
+    assert report["self-test"]["cpu"] == "passed" and report["devices"]["cpu"] == 1
+    assert report["cuda"] == "usable" or report["cuda"]
+    text = python("-m", "native_kda.doctor")
+    assert "self-test:    cpu passed" in text.stdout
+    assert python("-m", "native_kda.doctor", "--nonsense").returncode == 2
+
+
+def test_log_variables(tmp_path):
+    script = ("import numpy as np, native_kda; x = np.ones((1, 2, 1, 4), np.float32); "
+              "[native_kda.chunk_kda(x, x, x, -x, x[..., 0]) for _ in range(2)]")
+    quiet = python("-c", script)
+    assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
+    lines = python("-c", script, NATIVE_KDA_LOG="dispatch,exec").stderr.splitlines()
+    assert [line.split()[1] for line in lines] == ["chunk_fwd", "cpu_chunk_fwd", "cpu_chunk_fwd"]
+    assert all(line.startswith("[native_kda] ") for line in lines)
+    wrong = python("-c", script, NATIVE_KDA_LOG="loud")
+    assert "NATIVE_KDA_LOG: found ['loud']" in wrong.stderr
+
+
+def test_disabled_without_fla_says_so():
+    script = ("import sys; sys.modules['fla'] = None; import numpy as np, native_kda\n"
+              "x = np.ones((1, 2, 1, 4), np.float32)\n"
+              "try: native_kda.chunk_kda(x, x, x, -x, x[..., 0])\n"
+              "except native_kda.UnsupportedError as error: print(error)")
+    result = python("-c", script, NATIVE_KDA_DISABLE="1")
+    assert "NATIVE_KDA_DISABLE is set" in result.stdout and "cannot be imported" in result.stdout
+
+
+def test_run_needs_a_script():
+    result = python("-m", "native_kda.run")
+    assert result.returncode == 2 and "usage: python -m native_kda.run" in result.stderr
+
+
+def test_everything_public_is_annotated():
+    """py.typed promises it: each public function has types for its arguments and its result."""
+    for name in ("ops", "stages", "support", "fla", "_problem"):
+        for node in ast.parse((PACKAGE / f"{name}.py").read_text()).body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+                bare = [a.arg for a in arguments if a.annotation is None]
+                assert node.returns is not None and not bare, node.name
