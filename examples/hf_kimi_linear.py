@@ -1,10 +1,10 @@
 """A tiny random KimiLinearForCausalLM of transformers on native_kda: a training step and generate.
 
-usage: python examples/hf_kimi_linear.py [--device cuda] [--json FILE]
+usage: python examples/hf_kimi_linear.py [--device cuda] [--against fla|torch] [--json FILE]
 
 The model is unmodified. The same step is done with native_kda and without: by
-flash-linear-attention on a GPU, by transformers' own torch code on the CPU. Exit status 1 if the
-losses differ by more than 1e-3, or if a layer did not run on native_kda.
+flash-linear-attention, or by transformers' own torch code (the only choice on the CPU). Exit status
+1 if the losses differ by more than 1e-3, or if a layer did not run on native_kda.
 """
 
 import argparse
@@ -53,12 +53,12 @@ def generate(model, tokens):
         return model.generate(tokens[:, :70], max_new_tokens=16, min_new_tokens=16, do_sample=False)
 
 
-def without_native_kda(device, run):
+def without_native_kda(against, run):
     """Runs with what the model would use otherwise."""
     native_kda.fla.disable()
     functions = ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention")
     before = {name: getattr(modeling, name) for name in functions}
-    if device == "cpu":  # where flash-linear-attention cannot run
+    if against == "torch":
         for name, function in before.items():
             setattr(modeling, name, function.__wrapped__)
     try:
@@ -72,8 +72,10 @@ def without_native_kda(device, run):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--against", choices=("fla", "torch"))
     parser.add_argument("--json")
     given = parser.parse_args()
+    against = given.against or ("fla" if given.device == "cuda" else "torch")
     dtype = torch.bfloat16 if given.device == "cuda" else torch.float32
     model = make_model(given.device, dtype)
     tokens = torch.randint(2, 256, (2, 200), generator=torch.Generator().manual_seed(1))
@@ -83,8 +85,8 @@ def main():
     training = native_kda.fla.hits()
     text = generate(model, tokens)
     decoding = native_kda.fla.hits()["fused_recurrent_kda_fwd"]
-    other_loss, other_gradient = without_native_kda(given.device, lambda: step(model, tokens))
-    other_text = without_native_kda(given.device, lambda: generate(model, tokens))
+    other_loss, other_gradient = without_native_kda(against, lambda: step(model, tokens))
+    other_text = without_native_kda(against, lambda: generate(model, tokens))
 
     report = {
         "machine": torch.cuda.get_device_name(0) if given.device == "cuda" else "cpu",
@@ -92,7 +94,7 @@ def main():
         "transformers": __import__("transformers").__version__,
         "native_kda": native_kda.__version__,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "dtype": str(dtype),
+        "dtype": str(dtype), "without": against,
         "loss": loss, "loss without": other_loss,
         "gradient norm": gradient, "gradient norm without": other_gradient,
         "calls of chunk_kda in the step": training["chunk_kda"],

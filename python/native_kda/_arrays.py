@@ -12,6 +12,12 @@ from typing import Any
 from . import _native, _problem
 from ._problem import ArgumentError
 
+_CODES = {
+    "bfloat16": _problem.BF16,
+    "float16": _problem.F16,
+    "float32": _problem.F32,
+    "float64": _problem.F64,
+}
 _DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
 
 
@@ -61,7 +67,7 @@ def module_of(array: Any) -> str:
     return "jax" if name == "jaxlib" else name
 
 
-def describe(rows: list[tuple[str, Array]]) -> tuple[tuple, tuple, tuple[int, int]]:
+def describe(rows: list[tuple[str, Array]]) -> tuple[tuple, tuple[int, int]]:
     layouts = []
     first, device = rows[0][0], rows[0][1].device
     for name, array in rows:
@@ -70,7 +76,15 @@ def describe(rows: list[tuple[str, Array]]) -> tuple[tuple, tuple, tuple[int, in
         if array.device != device:
             raise _problem.elsewhere(name, array.device, first, device)
         layouts.append((_problem.ID[name], array.code, array.shape, array.strides))
-    return tuple(layouts), tuple(array.address for _, array in rows), device
+    return tuple(layouts), device
+
+
+def code(dtype: Any) -> int:
+    return _CODES[str(dtype)]
+
+
+def run(plan: _native.Plan, tensors: tuple, workspace: int, size: int, stream: int) -> None:
+    plan.run(tuple(array.address for array in tensors), workspace, size, stream)
 
 
 def stream(device: tuple[int, int]) -> int:
@@ -91,8 +105,8 @@ def _namespace(like: Array) -> Any:
     return numpy
 
 
-def workspace(size: int, device: tuple[int, int]) -> tuple[Any, int]:
-    if device[0] == _problem.CUDA:
+def workspace(size: int, like: Array) -> tuple[Any, int]:
+    if like.device[0] == _problem.CUDA:
         memory = sys.modules["cupy"].empty(size, "uint8")
         return memory, memory.data.ptr
     import numpy
@@ -110,7 +124,7 @@ def state_dtype(q: Array) -> Any:
     return "float64" if str(q.dtype) == "float64" else "float32"
 
 
-def hand_over(result: Array | None, like: Array) -> Any:
+def hand_over(result: Array | None, like: Any) -> Any:
     """The array for the caller, of the package of `like`."""
     if result is None:
         return None

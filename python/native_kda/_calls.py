@@ -51,9 +51,12 @@ RECURRENT_DEFAULTS: dict[str, Any] = dict(
     in_place=False,
 )
 _TENSORS = ("q", "k", "v", "g", "beta")
+# Of calls without unknown arguments.
+_CHUNK_LENGTH = len(_TENSORS) + len(CHUNK_DEFAULTS)
+_RECURRENT_LENGTH = len(_TENSORS) + len(RECURRENT_DEFAULTS)
 
 # Set by load_torch, at import if torch is there already: tracing must not meet an import.
-_torch_tensor: type | None = None
+_torch_tensor: Any = None
 _autograd: Any = None
 _torch_frame: Any = None
 
@@ -139,13 +142,14 @@ def _options(call: dict[str, Any], defaults: dict[str, Any]) -> Options:
 def _inputs(call: dict[str, Any], options: Options, states: Any) -> tuple:
     """q, k, v, g, beta, A_log, dt_bias, initial_state; `states` has one row a sequence."""
     tensors = tuple(call[name] for name in _TENSORS)
-    sizes = _checks.sizes_of(*tensors, states, call["cu_seqlens"])
+    q, k, v, g, beta = tensors
+    sizes = _checks.sizes_of(q, k, v, g, beta, states, call["cu_seqlens"])
     A_log, dt_bias = call["A_log"], call["dt_bias"]
     if options.gate == _problem.GATE_NONE:
         A_log = dt_bias = None
     A_log, dt_bias = _flat(A_log, dt_bias, sizes)
     if is_torch(tensors[0]):
-        tensors = (*_align_dtypes(*tensors[:3]), *tensors[3:])
+        tensors = (*_align_dtypes(q, k, v), g, beta)
     return (*tensors, A_log, dt_bias, call["initial_state"])
 
 
@@ -169,12 +173,17 @@ def chunk_problem(call: dict[str, Any]) -> tuple[tuple, Options]:
 
 def chunk(call: dict[str, Any]) -> tuple[Any, ...]:
     """chunk_kda."""
+    result = key = None
+    if is_torch(call["q"]) and not is_tracing() and len(call) == _CHUNK_LENGTH:
+        result, key = _autograd.chunk_seen(call)
+        if result is not None:
+            return result
     inputs, options = chunk_problem(call)
     cu_seqlens, with_state = call["cu_seqlens"], bool(call["output_final_state"])
     if call["return_intermediate_states"]:
         return _chunk_with_states(inputs, cu_seqlens, call["cu_seqlens_cpu"], options, with_state)
     if is_torch(inputs[0]):
-        return _autograd.chunk_kda(inputs, cu_seqlens, options, with_state)
+        return _autograd.chunk_kda(call, key, inputs, cu_seqlens, options, with_state)
     arrays = tuple(_arrays.wrap(array) for array in inputs)
     cu = _arrays.wrap(cu_seqlens)
     o, final_state, _ = _kda.forward(_arrays, arrays, cu, options, with_state)
@@ -200,12 +209,12 @@ def _chunk_with_states(
                 "is allowed: h has no gradient"
             )
         o, final_state, h = _kda.forward(
-            _torch_frame, inputs, cu_seqlens, options, with_state, output_h=True
+            _torch_frame, inputs, cu_seqlens, options, with_state, with_h=True
         )
     else:
         arrays = tuple(_arrays.wrap(array) for array in inputs)
         results = _kda.forward(
-            _arrays, arrays, _arrays.wrap(cu_seqlens), options, with_state, output_h=True
+            _arrays, arrays, _arrays.wrap(cu_seqlens), options, with_state, with_h=True
         )
         o, final_state, h = (_arrays.hand_over(x, arrays[0]) for x in results)
     B = o.shape[0]
@@ -240,6 +249,11 @@ def chunk_backward(
 
 def recurrent(call: dict[str, Any]) -> tuple[Any, Any]:
     """fused_recurrent_kda."""
+    result = key = None
+    if is_torch(call["q"]) and not is_tracing() and len(call) == _RECURRENT_LENGTH:
+        result, key = _autograd.recurrent_seen(call)
+        if result is not None:
+            return result
     options = _options(call, RECURRENT_DEFAULTS)
     states, indices = call["initial_state"], call["state_indices"]
     accepted, cu_seqlens = call["num_accepted"], call["cu_seqlens"]
@@ -252,7 +266,7 @@ def recurrent(call: dict[str, Any]) -> tuple[Any, Any]:
     with_state = bool(call["output_final_state"])
     if is_torch(inputs[0]):
         return _autograd.recurrent_kda(
-            inputs, cu_seqlens, options, with_state, indices, accepted, in_place
+            call, key, inputs, cu_seqlens, options, with_state, indices, accepted, in_place
         )
     arrays = tuple(_arrays.wrap(array) for array in inputs)
     if in_place:

@@ -1,23 +1,28 @@
-"""Forward, backward and decode on the tensors of one framework, allocated by a Frame."""
+"""Forward, backward and decode: which tensors take part, and which outputs there are."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from . import _checks, _problem
-from ._problem import CHUNK_BWD, CHUNK_FWD, RECURRENT, Options, Sizes
+from ._problem import CHUNK_BWD, CHUNK_FWD, RECURRENT, Options, Prepared, Sizes
 
 INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "dinitial_state")
 
+Rows = list[tuple[str, Any]]
 
-def named_inputs(inputs: tuple, cu_seqlens: Any, options: Options) -> list[tuple[str, Any]]:
-    """The inputs that take part: without a gate its parameters do not."""
-    rows = list(zip(INPUTS, inputs))
+
+def taking_part(inputs: tuple, cu_seqlens: Any, options: Options) -> Rows:
+    """The inputs by name; without a gate its parameters do not take part."""
+    rows = [*zip(INPUTS, inputs), ("cu_seqlens", cu_seqlens)]
     if options.gate == _problem.GATE_NONE:
-        rows = rows[:5] + rows[7:]
-    rows.append(("cu_seqlens", cu_seqlens))
+        del rows[5:7]
     return [row for row in rows if row[1] is not None]
+
+
+def tensors_of(rows: Rows) -> tuple:
+    return tuple(tensor for _, tensor in rows)
 
 
 def sizes_of(inputs: tuple, cu_seqlens: Any) -> Sizes:
@@ -28,32 +33,83 @@ def sizes_of(inputs: tuple, cu_seqlens: Any) -> Sizes:
     return Sizes(B, T, H, HV, K, V, 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1)
 
 
+def prepare_forward(
+    frame: Any,
+    inputs: tuple,
+    cu_seqlens: Any,
+    options: Options,
+    with_state: bool,
+    with_h: bool = False,
+) -> Prepared:
+    """Outputs: o, and if wanted final_state and h."""
+    sizes, packed = sizes_of(inputs, cu_seqlens), cu_seqlens is not None
+    q, v = inputs[0], inputs[2]
+    outputs = [("o", tuple(v.shape), q.dtype)]
+    if with_state:
+        shape = _checks.state_shape(sizes, options, packed)
+        outputs.append(("final_state", shape, frame.state_dtype(q)))
+    if with_h:
+        chunks = _checks.chunk_rows(sizes, options, packed)
+        outputs.append(("h", (chunks, sizes.HV, sizes.K, sizes.V), q.dtype))
+    rows = taking_part(inputs, cu_seqlens, options)
+    return _problem.prepare(frame, CHUNK_FWD, sizes, options, rows, outputs)
+
+
 def forward(
     frame: Any,
     inputs: tuple,
     cu_seqlens: Any,
     options: Options,
-    output_final_state: bool,
-    output_h: bool = False,
+    with_state: bool,
+    with_h: bool = False,
 ) -> tuple[Any, Any, Any]:
     """o, final_state, h; the latter two are None unless asked for."""
+    prepared = prepare_forward(frame, inputs, cu_seqlens, options, with_state, with_h)
+    tensors = tensors_of(taking_part(inputs, cu_seqlens, options))
+    o, *rest = _problem.execute(frame, prepared, tensors)
+    final_state = rest.pop(0) if with_state else None
+    return o, final_state, rest[0] if with_h else None
+
+
+def prepare_backward(
+    frame: Any,
+    do: Any,
+    dfinal_state: Any,
+    inputs: tuple,
+    cu_seqlens: Any,
+    options: Options,
+    needs: tuple[bool, ...],
+) -> Prepared | None:
+    """Outputs: the gradients needed, of inputs that take part; None if there is none."""
+    rows = taking_part(inputs, cu_seqlens, options)
+    names = {name for name, _ in rows}
+    outputs = [
+        (gradient, tuple(tensor.shape), tensor.dtype)
+        for name, gradient, tensor, need in zip(INPUTS, GRADIENTS, inputs, needs)
+        if need and name in names
+    ]
+    if not outputs:
+        return None
+    rows += [("do", do)] + ([] if dfinal_state is None else [("dfinal_state", dfinal_state)])
     sizes = sizes_of(inputs, cu_seqlens)
-    tensors = named_inputs(inputs, cu_seqlens, options)
-    q, v = inputs[0], inputs[2]
-    packed = cu_seqlens is not None
-    o = frame.empty(tuple(v.shape), q.dtype, q)
-    tensors.append(("o", o))
-    final_state = h = None
-    if output_final_state:
-        shape = _checks.state_shape(sizes, options, packed)
-        final_state = frame.empty(shape, frame.state_dtype(q), q)
-        tensors.append(("final_state", final_state))
-    if output_h:
-        rows = _checks.chunk_rows(sizes, options, packed)
-        h = frame.empty((rows, sizes.HV, sizes.K, sizes.V), q.dtype, q)
-        tensors.append(("h", h))
-    _problem.run(frame, CHUNK_FWD, sizes, options, tensors)
-    return o, final_state, h
+    return _problem.prepare(frame, CHUNK_BWD, sizes, options, rows, outputs)
+
+
+def run_backward(
+    frame: Any,
+    prepared: Prepared,
+    do: Any,
+    dfinal_state: Any,
+    inputs: tuple,
+    cu_seqlens: Any,
+) -> list[Any]:
+    """The gradients in the order of the inputs; None where there is none."""
+    tensors = (*tensors_of(taking_part(inputs, cu_seqlens, prepared.options)), do)
+    if dfinal_state is not None:
+        tensors += (dfinal_state,)
+    results = _problem.execute(frame, prepared, tensors)
+    found = {row[0]: result for row, result in zip(prepared.outputs, results)}
+    return [found.get(name) for name in GRADIENTS]
 
 
 def backward(
@@ -66,22 +122,49 @@ def backward(
     needs: tuple[bool, ...],
 ) -> list[Any]:
     """The gradients of the inputs, in their order; None where not asked for."""
+    how = (inputs, cu_seqlens, options, needs)
+    prepared = prepare_backward(frame, do, dfinal_state, *how)
+    if prepared is None:
+        return [None] * len(GRADIENTS)
+    return run_backward(frame, prepared, do, dfinal_state, inputs, cu_seqlens)
+
+
+def decode_rows(
+    inputs: tuple,
+    cu_seqlens: Any,
+    options: Options,
+    state_indices: Any,
+    num_accepted: Any,
+    in_place: bool,
+) -> Rows:
+    """The tensors of a decode step; states that are updated in place are there twice."""
+    rows = taking_part(inputs, cu_seqlens, options)
+    more = (("state_indices", state_indices), ("num_accepted", num_accepted))
+    rows += [row for row in more if row[1] is not None]
+    return rows + ([("final_state", inputs[7])] if in_place else [])
+
+
+def prepare_recurrent(
+    frame: Any,
+    inputs: tuple,
+    cu_seqlens: Any,
+    options: Options,
+    with_state: bool,
+    state_indices: Any,
+    num_accepted: Any,
+    in_place: bool,
+) -> Prepared:
+    """Outputs: o, and final_state if wanted and not updated in place."""
     sizes = sizes_of(inputs, cu_seqlens)
-    tensors = named_inputs(inputs, cu_seqlens, options)
-    taking_part = {name for name, _ in tensors}
-    tensors.append(("do", do))
-    if dfinal_state is not None:
-        tensors.append(("dfinal_state", dfinal_state))
-    gradients: list[Any] = []
-    for name, gradient_name, tensor, need in zip(INPUTS, GRADIENTS, inputs, needs):
-        gradient = None
-        if need and name in taking_part:
-            gradient = frame.empty(tuple(tensor.shape), tensor.dtype, tensor)
-            tensors.append((gradient_name, gradient))
-        gradients.append(gradient)
-    if any(gradient is not None for gradient in gradients):
-        _problem.run(frame, CHUNK_BWD, sizes, options, tensors)
-    return gradients
+    q, v = inputs[0], inputs[2]
+    if state_indices is not None:
+        sizes = sizes._replace(P=inputs[7].shape[0])
+    outputs = [("o", tuple(v.shape), q.dtype)]
+    if with_state and not in_place:
+        shape = _checks.state_shape(sizes, options, cu_seqlens is not None)
+        outputs.append(("final_state", shape, frame.state_dtype(q)))
+    rows = decode_rows(inputs, cu_seqlens, options, state_indices, num_accepted, in_place)
+    return _problem.prepare(frame, RECURRENT, sizes, options, rows, outputs)
 
 
 def recurrent(
@@ -89,31 +172,14 @@ def recurrent(
     inputs: tuple,
     cu_seqlens: Any,
     options: Options,
-    output_final_state: bool,
+    with_state: bool,
     state_indices: Any = None,
     num_accepted: Any = None,
     in_place: bool = False,
 ) -> tuple[Any, Any]:
-    """o and final_state, or None. In place, or with indices, the states given are updated."""
-    sizes = sizes_of(inputs, cu_seqlens)
-    tensors = named_inputs(inputs, cu_seqlens, options)
-    q, v, states = inputs[0], inputs[2], inputs[7]
-    if state_indices is not None:
-        sizes = sizes._replace(P=states.shape[0])
-        tensors.append(("state_indices", state_indices))
-    if num_accepted is not None:
-        if "num_accepted" not in _problem.ID:
-            raise _problem.UnsupportedError("num_accepted: this version has no partial commit")
-        tensors.append(("num_accepted", num_accepted))
-    o = frame.empty(tuple(v.shape), q.dtype, q)
-    tensors.append(("o", o))
-    final_state = None
-    if in_place or state_indices is not None:
-        final_state = states
-    elif output_final_state:
-        shape = _checks.state_shape(sizes, options, cu_seqlens is not None)
-        final_state = frame.empty(shape, frame.state_dtype(q), q)
-    if final_state is not None:
-        tensors.append(("final_state", final_state))
-    _problem.run(frame, RECURRENT, sizes, options, tensors)
-    return o, final_state
+    """o and final_state, or None. In place, the states given are updated and returned."""
+    more = (state_indices, num_accepted, in_place)
+    prepared = prepare_recurrent(frame, inputs, cu_seqlens, options, with_state, *more)
+    tensors = tensors_of(decode_rows(inputs, cu_seqlens, options, *more))
+    o, *rest = _problem.execute(frame, prepared, tensors)
+    return o, inputs[7] if in_place else (rest[0] if rest else None)

@@ -91,7 +91,7 @@ def _(do, dfinal_state, q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seql
 def _(do, dfinal_state, q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, *rest):
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     options, needs = Options(*rest[:8]), rest[8]
-    names = {name for name, _ in _kda.named_inputs(inputs, cu_seqlens, options)}
+    names = {name for name, _ in _kda.taking_part(inputs, cu_seqlens, options)}
     return tuple(
         tensor.new_empty(tensor.shape) if need and name in names else q.new_empty((0,))
         for name, tensor, need in zip(_kda.INPUTS, inputs, needs)

@@ -85,9 +85,12 @@ class Frame(Protocol):
 
     def describe(
         self, rows: list[tuple[str, Any]]
-    ) -> tuple[tuple[tuple, ...], tuple[int, ...], tuple[int, int]]:
-        """The rows of a problem, (id, dtype, shape, stride in elements), the addresses, and the
-        device that all tensors share; ArgumentError names the one that does not fit."""
+    ) -> tuple[tuple[tuple, ...], tuple[int, int]]:
+        """The rows of a problem, (id, dtype, shape, stride in elements), and the device that all
+        tensors share; ArgumentError names the one that does not fit."""
+
+    def code(self, dtype: Any) -> int:
+        """The number of a dtype."""
 
     def empty(self, shape: tuple, dtype: Any, like: Any) -> Any:
         """A new contiguous tensor where `like` is."""
@@ -95,11 +98,14 @@ class Frame(Protocol):
     def state_dtype(self, q: Any) -> Any:
         """The dtype of states beside this q."""
 
-    def workspace(self, size: int, device: tuple[int, int]) -> tuple[Any, int]:
-        """Scratch memory, kept alive by the first item, and its address."""
+    def workspace(self, size: int, like: Any) -> tuple[Any, int]:
+        """Scratch memory where `like` is, kept alive by the first item, and its address."""
 
     def stream(self, device: tuple[int, int]) -> int:
         """The current stream of a CUDA device."""
+
+    def run(self, plan: Any, tensors: tuple, workspace: int, size: int, stream: int) -> None:
+        """Runs a plan; the tensors are in the order of its problem."""
 
 
 _hits: Counter[str] = Counter()
@@ -109,11 +115,6 @@ def hits() -> dict[str, int]:
     """How often each implementation has run since the start or reset_hits(). Runs inside a CUDA
     graph count once, when they are captured."""
     return dict(_hits)
-
-
-def counters() -> Counter[str]:
-    """What hits() copies."""
-    return _hits
 
 
 def reset_hits() -> None:
@@ -156,36 +157,58 @@ def not_a_tensor(name: str, tensor: Any) -> ArgumentError:
     )
 
 
-def elsewhere(name: str, found: tuple[int, int], first: str, device: tuple[int, int]) -> ArgumentError:
+def elsewhere(
+    name: str, found: tuple[int, int], first: str, device: tuple[int, int]
+) -> ArgumentError:
     """For Frame.describe."""
     places = [f"{DEVICE_TYPES[kind]}:{index}" for kind, index in (found, device)]
     return ArgumentError(f"{name}: found on {places[0]}, expected {places[1]}, where {first} is")
 
 
-def run(
+class Prepared(NamedTuple):
+    """All about a call that does not depend on what its tensors contain or where they lie."""
+
+    plan: _native.Plan
+    implementation: str
+    workspace_bytes: int
+    sizes: Sizes
+    options: Options
+    device: tuple[int, int]
+    outputs: tuple[tuple[str, tuple, Any], ...]  # name, shape, dtype
+
+
+def prepare(
     frame: Frame,
     operation: int,
     sizes: Sizes,
     options: Options,
     tensors: list[tuple[str, Any]],
-) -> None:
-    """Runs an operation on all tensors that take part: inputs and allocated outputs."""
-    layouts, addresses, device = frame.describe(tensors)
+    outputs: list[tuple[str, tuple, Any]],
+) -> Prepared:
+    """The plan of an operation on these tensors, and the outputs that it allocates."""
+    layouts, device = frame.describe(tensors)
+    # An empty shape: the one that the sizes give, contiguous.
+    layouts += tuple((ID[name], frame.code(dtype), (), ()) for name, _, dtype in outputs)
     plan = plan_of(operation, sizes, options, layouts, device)
-    size = plan.workspace_bytes
-    keep, workspace = frame.workspace(size, device) if size else (None, 0)
+    return Prepared(
+        plan, plan.implementation, plan.workspace_bytes, sizes, options, device, tuple(outputs)
+    )
+
+
+def execute(frame: Frame, prepared: Prepared, tensors: tuple) -> list[Any]:
+    """Runs on the tensors that took part in prepare, in their order; returns the outputs."""
+    like = tensors[0]
+    results = [frame.empty(shape, dtype, like) for _, shape, dtype in prepared.outputs]
+    size, device = prepared.workspace_bytes, prepared.device
+    keep, workspace = frame.workspace(size, like) if size else (None, 0)
     stream = frame.stream(device) if device[0] == CUDA else 0
+    start = time.perf_counter() if _log.execution else 0.0
+    frame.run(prepared.plan, (*tensors, *results), workspace, size, stream)
     if _log.execution:
-        start = time.perf_counter()
-        plan.run(addresses, workspace, size, stream)
-        _log.logger.info(
-            "%s on %s: %.3f ms%s",
-            plan.implementation,
-            sizes,
-            (time.perf_counter() - start) * 1e3,
-            " (host)" if device[0] == CUDA else "",
-        )
-    else:
-        plan.run(addresses, workspace, size, stream)
-    _hits[plan.implementation] += 1
+        host = " (host)" if device[0] == CUDA else ""
+        elapsed = (time.perf_counter() - start) * 1e3
+        text = "%s on %s: %.3f ms%s"
+        _log.logger.info(text, prepared.implementation, prepared.sizes, elapsed, host)
+    _hits[prepared.implementation] += 1
     del keep
+    return results

@@ -47,7 +47,7 @@ def _self_test(device: str) -> str:
             import numpy
         except ImportError:
             return "skipped: no numpy"
-        x = numpy.full((1, 1, 1, 4), 0.5, numpy.float32)
+        x: Any = numpy.full((1, 1, 1, 4), 0.5, numpy.float32)
         o, _ = native_kda.chunk_kda(x, x, x, -x, x[..., 0], backend="cpu")
         found = [float(value) for value in o.reshape(-1)]
     else:

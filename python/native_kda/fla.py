@@ -13,13 +13,14 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import os
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from . import _calls, _log, _problem, support
+from . import _calls, _log, support
 from ._problem import UnsupportedError
 
 PRIORITY = 1  # FlashKDA has 3; lower is asked first
@@ -112,6 +113,8 @@ _NATIVE = {"chunk_kda": _calls.chunk, "fused_recurrent_kda_fwd": _calls.recurren
 
 
 def _verify(function: str, args: tuple, kwargs: dict[str, Any]) -> tuple[bool, str | None]:
+    if getattr(_state, "probe", None) is not None:
+        return True, None
     if not _enabled or getattr(_state, "bypass", False):
         return False, "native_kda is not enabled"
     if _log.disabled():
@@ -126,6 +129,9 @@ def _verify(function: str, args: tuple, kwargs: dict[str, Any]) -> tuple[bool, s
 
 
 def _run(function: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    if getattr(_state, "probe", None) is not None:
+        _state.probe = True
+        return None, None
     result = _NATIVE[function](_CALLS[function](args, kwargs))
     _hits[function] += 1
     return result
@@ -175,23 +181,18 @@ def _register() -> str:
 
 
 def _is_live(function: str) -> bool:
-    """Whether a call of fla's function comes here: tried on the CPU, where fla cannot run it."""
+    """Whether a call of fla's function comes here, by a call that is only noted."""
     import torch
 
     x = torch.zeros(1, 1, 1, 1)
-    arguments = dict(q=x, k=x, v=x, g=x, beta=x[..., 0])
-    if function == "fused_recurrent_kda_fwd":
-        arguments["inplace_final_state"] = False
-    counters = [(counter, Counter(counter)) for counter in (_hits, _problem.counters())]
+    _state.probe = False
     try:
-        getattr(_module(function), function)(**arguments)
-    except Exception:  # whatever fla meets on a device that it does not know
+        getattr(_module(function), function)(q=x, k=x, v=x, g=x, beta=x[..., 0])
+    except Exception:  # whatever fla itself meets on the CPU, which it does not know
         pass
-    live = _hits[function] > counters[0][1][function]
-    for counter, before in counters:
-        counter.clear()
-        counter.update(before)
-    return live
+    arrived = _state.probe
+    _state.probe = None
+    return arrived
 
 
 def _replace(function: str) -> None:
@@ -214,8 +215,8 @@ def enable() -> dict[str, str]:
     """Sends what this library takes of fla's KDA calls here.
 
     Returns:
-        For each function of fla, how it is reached: "dispatch" through fla's registry, or "replaced"
-        where that is dead. ImportError if there is no fla.
+        For each function of fla, how it is reached: "dispatch" through fla's registry, "replaced"
+        where that is dead, or "switched off" by FLA_NATIVE_KDA=0. ImportError if there is no fla.
     """
     global _enabled
     _calls.load_torch()
@@ -227,6 +228,8 @@ def enable() -> dict[str, str]:
     if not _enabled:
         _register()
         _enabled = True
+    if os.environ.get("FLA_NATIVE_KDA") == "0":
+        return dict.fromkeys(functions, "switched off")
     how = {}
     for function in functions:
         if function not in _replaced and not _is_live(function):

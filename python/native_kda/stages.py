@@ -71,16 +71,14 @@ def _run(operation: str, outputs: tuple[str, ...], options: Options, **tensors: 
         given = {name: _arrays.Array(array) for name, array in given.items()}
         first = next(iter(given.values()))
     sizes = _sizes(_bind(specs, given))
-    rows = list(given.items())
-    results = []
+    rows = []
     for name in outputs:
         spec = next(row for row in specs if row.name == name)
         accurate = name in _IN_FP32 or spec.dtypes.startswith("fp32")
         dtype = frame.state_dtype(first) if accurate else first.dtype
-        shape = _shape(spec, sizes, options, "cu_seqlens" in given)
-        results.append(frame.empty(shape, dtype, first))
-        rows.append((name, results[-1]))
-    _problem.run(frame, number, sizes, options, rows)
+        rows.append((name, _shape(spec, sizes, options, "cu_seqlens" in given), dtype))
+    prepared = _problem.prepare(frame, number, sizes, options, list(given.items()), rows)
+    results = _problem.execute(frame, prepared, tuple(given.values()))
     if torch_route:
         return tuple(results)
     return tuple(_arrays.hand_over(result, first) for result in results)

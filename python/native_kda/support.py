@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import _arrays, _calls, _kda, _native, _problem
-from ._problem import CHUNK_BWD, CHUNK_FWD, UnsupportedError
+from ._problem import UnsupportedError
 
 
 def support_matrix() -> list[dict[str, str]]:
@@ -35,35 +35,28 @@ def is_supported(
     call = {**_calls.CHUNK_DEFAULTS, "q": q, "k": k, "v": v, "g": g, "beta": beta, **arguments}
     call.pop("backend", None)
     try:
-        plans = [plan(call)] + ([plan(call, CHUNK_BWD)] if backward else [])
+        plans = [plan(call)] + ([plan(call, backward=True)] if backward else [])
     except (UnsupportedError, ValueError) as error:
         return False, str(error), ""
     return True, "", ", ".join(plan.implementation for plan in plans)
 
 
-def plan(call: dict[str, Any], operation: int = CHUNK_FWD) -> Any:
+def plan(call: dict[str, Any], backward: bool = False) -> Any:
     """The plan of a call of chunk_kda; ValueError or UnsupportedError if there is none."""
     inputs, options = _calls.chunk_problem(call)
-    cu_seqlens = call["cu_seqlens"]
+    cu_seqlens, with_state = call["cu_seqlens"], bool(call["output_final_state"])
     frame: Any = _calls.torch_frame()
     if not _calls.is_torch(inputs[0]):
         frame = _arrays
         inputs = tuple(_arrays.wrap(array) for array in inputs)
         cu_seqlens = _arrays.wrap(cu_seqlens)
-    tensors = _kda.named_inputs(inputs, cu_seqlens, options)
-    layouts, _, device = frame.describe(tensors)
-    dtypes = {row[0]: row[1] for row in layouts}
-    q = dtypes[_problem.ID["q"]]
-    state = _problem.F64 if q == _problem.F64 else _problem.F32
-    if operation == CHUNK_FWD:
-        wanted = [("o", q)] + ([("final_state", state)] if call["output_final_state"] else [])
-    else:
-        names = [name for name, _ in tensors if name in _kda.INPUTS]
-        wanted = [("do", q)]
-        wanted += [("d" + name, dtypes[_problem.ID[name]]) for name in names]
-    layouts += tuple((_problem.ID[name], dtype, (), ()) for name, dtype in wanted)
-    sizes = _kda.sizes_of(inputs, cu_seqlens)
-    return _problem.plan_of(operation, sizes, options, layouts, device)
+    if not backward:
+        return _kda.prepare_forward(frame, inputs, cu_seqlens, options, with_state).plan
+    # The gradient of o, for its dtype and shape.
+    do = frame.empty(tuple(inputs[2].shape), inputs[0].dtype, inputs[0])
+    needs = (True,) * len(_kda.GRADIENTS)
+    prepared: Any = _kda.prepare_backward(frame, do, None, inputs, cu_seqlens, options, needs)
+    return prepared.plan
 
 
 def warmup(

@@ -1,7 +1,9 @@
 // native_kda._native: the C interface of the library for Python.
 //
 // Tensors come as addresses, shapes and strides: this module knows no framework. Arrays that speak
-// DLPack or the buffer protocol are turned into those numbers by describe().
+// DLPack or the buffer protocol are turned into those numbers by describe(); Reader reads the
+// tensors of a package that has DLPack's C functions (torch from 2.10 on) in a fraction of that
+// time.
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -108,11 +110,20 @@ class Plan {
 
   void run(nb::tuple addresses, uintptr_t workspace, size_t workspace_bytes,
            uintptr_t stream) const {
-    if (addresses.size() != count_) throw nb::value_error("one address a tensor is needed");
+    run_with(
+        addresses, [](nb::handle item) { return nb::cast<uintptr_t>(item); }, workspace,
+        workspace_bytes, stream);
+  }
+
+  /// `address` turns an item of `tensors` into its address.
+  template <class Address>
+  void run_with(nb::tuple tensors, const Address& address, uintptr_t workspace,
+                size_t workspace_bytes, uintptr_t stream) const {
+    if (tensors.size() != count_) throw nb::value_error("one address a tensor is needed");
     kda_args args;
     kda_args_init(&args);
     for (size_t i = 0; i < count_; ++i) {
-      args.data[ids_[i]] = reinterpret_cast<void*>(nb::cast<uintptr_t>(addresses[i]));
+      args.data[ids_[i]] = reinterpret_cast<void*>(address(tensors[i]));
     }
     args.workspace = reinterpret_cast<void*>(workspace);
     args.workspace_bytes = workspace_bytes;
@@ -128,6 +139,72 @@ class Plan {
   std::array<int, KDA_MAX_TENSORS> ids_{};
   size_t count_ = 0;
   kda_plan* plan_ = nullptr;
+};
+
+/// The table of C functions that DLPack 1.2 defines for a package of tensors, as far as it is used.
+struct ExchangeTable {
+  uint32_t major;
+  uint32_t minor;
+  ExchangeTable* previous;
+  void* allocate;
+  void* managed_from_object;
+  void* managed_to_object;
+  int (*tensor_from_object)(void* object, nb::dlpack::dltensor* tensor);
+  void* current_stream;
+};
+
+/// Reads the tensors of one package through its table, a tenth of a microsecond each.
+class Reader {
+ public:
+  explicit Reader(nb::capsule table) : keep_(table) {
+    table_ = static_cast<const ExchangeTable*>(table.data("dlpack_exchange_api"));
+    if (table_ == nullptr || table_->major != 1 || table_->tensor_from_object == nullptr) {
+      throw nb::value_error("expected a table of version 1 of DLPack's C functions");
+    }
+  }
+
+  /// Equal for tensors of equal dtypes, devices, shapes and strides; None is a tensor too.
+  nb::bytes key(nb::tuple tensors) const {
+    std::string text;
+    text.reserve(96 * tensors.size());
+    for (nb::handle item : tensors) {
+      if (item.is_none()) {
+        text.push_back(0);
+        continue;
+      }
+      const nb::dlpack::dltensor tensor = read(item);
+      text.push_back(static_cast<char>(1 + tensor.ndim));
+      append(text, &tensor.dtype, sizeof tensor.dtype);
+      append(text, &tensor.device, sizeof tensor.device);
+      const size_t bytes = static_cast<size_t>(tensor.ndim) * sizeof(int64_t);
+      append(text, tensor.shape, bytes);
+      append(text, tensor.strides, bytes);
+    }
+    return nb::bytes(text.data(), text.size());
+  }
+
+  void run(const Plan& plan, nb::tuple tensors, uintptr_t workspace, size_t workspace_bytes,
+           uintptr_t stream) const {
+    const auto address = [this](nb::handle item) {
+      const nb::dlpack::dltensor tensor = read(item);
+      return reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset;
+    };
+    plan.run_with(tensors, address, workspace, workspace_bytes, stream);
+  }
+
+ private:
+  nb::dlpack::dltensor read(nb::handle item) const {
+    nb::dlpack::dltensor tensor;
+    if (table_->tensor_from_object(item.ptr(), &tensor) != 0) throw nb::python_error();
+    return tensor;
+  }
+
+  static void append(std::string& text, const void* data, size_t bytes) {
+    text.append(static_cast<const char*>(data), bytes);
+  }
+
+  nb::capsule keep_;
+  const ExchangeTable* table_ = nullptr;
 };
 
 int dtype_of(nb::dlpack::dtype dtype) {
@@ -203,6 +280,11 @@ NB_MODULE(_native, m) {
       .def_prop_ro("implementation", &Plan::implementation)
       .def_prop_ro("workspace_bytes", &Plan::workspace_bytes)
       .def("run", &Plan::run, nb::arg("addresses"), nb::arg("workspace"),
+           nb::arg("workspace_bytes"), nb::arg("stream"));
+  nb::class_<Reader>(m, "Reader")
+      .def(nb::init<nb::capsule>(), nb::arg("table"))
+      .def("key", &Reader::key, nb::arg("tensors"))
+      .def("run", &Reader::run, nb::arg("plan"), nb::arg("tensors"), nb::arg("workspace"),
            nb::arg("workspace_bytes"), nb::arg("stream"));
   m.def("describe", &describe, nb::arg("array"));
   m.def("tensor_specs", &tensor_specs, nb::arg("operation"));

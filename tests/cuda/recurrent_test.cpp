@@ -68,7 +68,7 @@ struct Decode {
 
 #define KDA_NEEDS_HOPPER(decode)                                                              \
   KDA_NEEDS_GPU();                                                                            \
-  if (const Status status = supports((decode).problem, {DeviceType::kCuda, 0}, 0, {kHopper, 0}); \
+  if (const Status status = supports((decode).problem, {DeviceType::kCuda, 0}, {kHopper, 0}); \
       !status.ok())                                                                           \
   GTEST_SKIP() << status.message()
 

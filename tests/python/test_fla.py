@@ -87,6 +87,16 @@ def test_decode_pattern_of_vllm(fla):
         assert torch.equal(alone[0, 0], o[0, i]) and torch.equal(state[0], pool[slot])
 
 
+def test_the_way_back_to_fla_does_not_come_here(fla):
+    x = inputs(8)
+    before = native_kda.fla.hits()
+    for name in ("chunk_kda", "fused_recurrent_kda"):
+        with pytest.raises(Exception):  # there is no Triton on the CPU
+            native_kda.fla.original(name)(**x, **FLAGS)
+    assert native_kda.fla.hits() == before
+    assert fla.chunk_kda(**x, **FLAGS)[0] is not None
+
+
 def refusal(function, arguments):
     try:
         function(**arguments)
@@ -191,6 +201,16 @@ def test_run_serves_an_unmodified_script(tmp_path, disabled):
     hits, how = last.split()
     assert hits == "1" and how in ("dispatch", "replaced")
     assert how == "replaced" or disabled == "0"
+
+
+@pytest.mark.parametrize("name, value, how", [
+    ("NATIVE_KDA_DISABLE", "1", "dispatch"), ("KDA_IMPL", "cpu_chunk_bwd", "dispatch"),
+    ("FLA_NATIVE_KDA", "0", "switched off")])
+def test_the_proof_does_not_depend_on_the_environment(name, value, how):
+    code = "import native_kda; print(native_kda.fla.enable()['chunk_kda'], native_kda.fla.hits())"
+    *_, last = child(["-c", code], **{name: value})
+    assert last.startswith(how) or (how == "dispatch" and last.startswith("replaced"))
+    assert last.endswith("{}"), "the proof is not counted"
 
 
 def test_kimi_linear_of_transformers():

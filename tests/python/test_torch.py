@@ -111,6 +111,71 @@ def test_only_the_gradient_that_is_asked_for(wanted):
     assert torch.equal(x[wanted].grad, every[wanted])
 
 
+def test_what_is_not_asked_for_is_not_computed(monkeypatch):
+    asked = []
+    prepare = native_kda._problem.prepare
+    monkeypatch.setattr(native_kda._problem, "prepare", lambda *how: asked.append(
+        [name for name, _, _ in how[-1]]) or prepare(*how))
+    x = inputs(T=21)
+    for name, tensor in x.items():
+        tensor.requires_grad_(name in ("k", "dt_bias"))
+    native_kda.chunk_kda(**x, **FLAGS)[0].sum().backward()
+    assert asked == [["o"], ["dk", "ddt_bias"]]
+
+
+def test_calls_that_differ_are_told_apart():
+    """A call seen before skips its checks: only one with equal layouts and options may."""
+    x = inputs(T=40, grad=False)
+    first = native_kda.chunk_kda(**x, **FLAGS)[0]
+    turned = {n: t.transpose(0, 1).contiguous().transpose(0, 1) if t.dim() > 2 else t
+              for n, t in x.items()}
+    turned["initial_state"] = x["initial_state"]
+    for _ in range(2):
+        assert torch.equal(first, native_kda.chunk_kda(**x, **FLAGS)[0])
+        assert torch.equal(first, native_kda.chunk_kda(**turned, **FLAGS)[0])
+        assert torch.allclose(first * 2, native_kda.chunk_kda(**x, **FLAGS, scale=0.5)[0])
+        assert native_kda.chunk_kda(**x, **FLAGS, output_final_state=True)[1] is not None
+        assert not torch.equal(first, native_kda.chunk_kda(**x, **FLAGS, lower_bound=-1.0)[0])
+        assert not torch.equal(first, native_kda.chunk_kda(
+            **{**x, "initial_state": None}, **FLAGS)[0])
+        with pytest.raises(ValueError, match="k: "):
+            native_kda.chunk_kda(**{**x, "k": x["k"][:, :39]}, **FLAGS)
+        with pytest.raises(ValueError, match="safe range"):
+            native_kda.chunk_kda(**x, **FLAGS, lower_bound=-6.0, safe_gate=True)
+        with pytest.raises(AssertionError, match="inference_mode"):
+            native_kda.chunk_kda(**x, **FLAGS, return_intermediate_states=True)
+        assert torch.equal(first, native_kda.chunk_kda(
+            **{**x, "A_log": x["A_log"][:, None, None]}, **FLAGS)[0])
+    grown = {n: t.clone().requires_grad_() for n, t in x.items()}
+    assert native_kda.chunk_kda(**grown, **FLAGS)[0].requires_grad
+    # Without a gate its parameters have no say.
+    plain = dict(x, g=-x["g"].abs())
+    assert torch.equal(native_kda.chunk_kda(**plain)[0], native_kda.chunk_kda(
+        **{**plain, "A_log": None, "dt_bias": None})[0])
+
+
+def test_what_is_remembered_is_bounded(monkeypatch):
+    from native_kda import _autograd
+
+    monkeypatch.setattr(_autograd, "_MOST", 4)
+    for T in range(1, 12):
+        x = inputs(T=T)
+        native_kda.chunk_kda(**x, **FLAGS)[0].sum().backward()
+    assert len(_autograd._calls) <= 4 and len(_autograd._gradients) <= 4
+
+
+def test_without_the_c_functions_of_dlpack(monkeypatch):
+    """torch before 2.10."""
+    x = inputs(T=20)
+    outputs = native_kda.chunk_kda(**x, **FLAGS, output_final_state=True)
+    wanted = gradients(outputs, x, weights_of(x))
+    monkeypatch.setattr(native_kda._torch, "reader", None)
+    again = native_kda.chunk_kda(**x, **FLAGS, output_final_state=True)
+    assert torch.equal(outputs[0], again[0])
+    found = gradients(again, x, weights_of(x))
+    assert all(torch.equal(wanted[n], found[n]) for n in x)
+
+
 def test_only_the_state_is_used():
     x = inputs(T=20)
     weights = weights_of(x)
@@ -321,6 +386,28 @@ def test_pool_of_states():
         assert torch.equal(o[i], alone[0]) and torch.equal(pool[slot], state[0])
     for slot in (0, 2, 3, 5):
         assert torch.equal(pool[slot], before[slot])
+
+
+def test_accepted_tokens_alone_change_the_state():
+    """PAGED-04: a draft of four tokens of which 0, 2 and 4 are accepted."""
+    x = inputs(B=3, T=4, grad=False)
+    states, token = x.pop("initial_state"), ("q", "k", "v", "g", "beta")
+    accepted = torch.tensor([0, 2, 4], dtype=torch.int32)
+    after = states.clone()
+    for _ in range(2):  # the second call is one that was seen before
+        after.copy_(states)
+        o, same = native_kda.fused_recurrent_kda(**x, **FLAGS, initial_state=after,
+                                                 num_accepted=accepted)
+        assert same is after
+        for i, count in enumerate(accepted.tolist()):
+            first = {n: t[i : i + 1, :count] if n in token else t for n, t in x.items()}
+            want, state = native_kda.fused_recurrent_kda(
+                **first, **FLAGS, initial_state=states[i : i + 1], output_final_state=True)
+            assert torch.equal(state[0], after[i]) and torch.equal(want[0], o[i, :count])
+            assert not o[i, count:].any()
+    with pytest.raises(ValueError, match="num_accepted"):
+        native_kda.fused_recurrent_kda(**x, **FLAGS, initial_state=after,
+                                       num_accepted=torch.tensor([5, 0, 0], dtype=torch.int32))
 
 
 def test_errors_are_those_of_fla():
