@@ -6,6 +6,8 @@ usage: doc_tables.py (--check | --write) [--signatures PROGRAM] [--kda PROGRAM]
 Between "<!-- NAME: begin -->" and "<!-- NAME: end -->" stands what a built program prints:
   docs/api.md      signatures      the tensors of each operation (tests/docs/signatures.cpp)
   docs/support.md  cpu, cuda       the implementations on a device (kda support --json)
+and what bench/results/ holds:
+  docs/kernels/recurrent.md  decode, floor   times of decode steps, and what the memory allows
 A build without CUDA leaves the section for cuda as it is.
 """
 
@@ -39,6 +41,48 @@ def support_sections(kda: str) -> dict:
     return sections
 
 
+def results_of(name: str) -> tuple:
+    """The head and the rows of a file of bench/results."""
+    text = (ROOT / "bench" / "results" / name).read_text()
+    head, *rows = [json.loads(line) for line in text.splitlines()]
+    return head, rows
+
+
+def decode_section() -> str:
+    """A row a batch and number of tokens, a column a type and layout of the states."""
+    head, rows = results_of("cuda_h200_decode.json")
+    states = ["fp32 [K,V]", "fp32 [V,K]", "bf16 [K,V]", "bf16 [V,K]"]
+    cells, floors, shapes = {}, {}, []
+    for row in rows:
+        shape = tuple(row["shape"][:2])
+        if shape not in shapes:
+            shapes.append(shape)
+        portable = "" if row["impl"].startswith("sm90") else " *"
+        cells[shape, row["state"]] = (
+            f"{row['median_ms']:.4f} ({row['copy_share']:.0%}){portable}"
+        )
+        floors[shape, row["state"]] = f"{row['floor_ms']:.4f}"
+    text = f"{head['machine']}; {head['date'][:10]}; copy {head['copy_gb_per_s']:.0f} GB/s\n\n"
+    columns = ["batch", "tokens", "floor fp32", "floor bf16", *states]
+    text += "| " + " | ".join(columns) + " |\n|" + "---|" * len(columns) + "\n"
+    for shape in sorted(shapes, key=lambda shape: (shape[1], shape[0])):
+        line = [str(shape[0]), str(shape[1]), floors[shape, states[0]], floors[shape, states[2]]]
+        line += [cells[shape, state] for state in states]
+        text += "| " + " | ".join(line) + " |\n"
+    return text
+
+
+def floor_section() -> str:
+    _, rows = results_of("cuda_h200_decode_floor.json")
+    kernels = ["copy", "read_modify_write", "bulk_equal", "bulk_counter"]
+    times = {(row["kernel"], row["batch"]): row["median_ms"] for row in rows}
+    text = "| batch | " + " | ".join(kernels) + " |\n|---|" + "---|" * len(kernels) + "\n"
+    for batch in sorted({batch for kernel, batch in times if kernel == "copy"}):
+        cells = [f"{times[kernel, batch]:.4f}" for kernel in kernels]
+        text += f"| {batch} | " + " | ".join(cells) + " |\n"
+    return text + f"\nAn empty kernel: {times['empty', 0]:.4f} ms.\n"
+
+
 def replace(text: str, name: str, section: str) -> str:
     begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
     pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
@@ -56,7 +100,9 @@ def main() -> None:
     parser.add_argument("--kda", metavar="PROGRAM")
     arguments = parser.parse_args()
 
-    documents = {}
+    documents = {
+        "docs/kernels/recurrent.md": {"decode": decode_section(), "floor": floor_section()}
+    }
     if arguments.signatures:
         documents["docs/api.md"] = {"signatures": output_of(arguments.signatures)}
     if arguments.kda:
@@ -76,7 +122,7 @@ def main() -> None:
             stale = True
             sys.stdout.writelines(
                 difflib.unified_diff(
-                    old.splitlines(True), new.splitlines(True), document, "what the build prints"
+                    old.splitlines(True), new.splitlines(True), document, "what build and results say"
                 )
             )
     if stale:

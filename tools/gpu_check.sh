@@ -6,12 +6,13 @@
 #   tools/gpu_check.sh BUILD_DIR    checks what BUILD_DIR holds
 #
 # KDA_RESULTS: where the benchmark files go (default bench/results). KDA_CASES_DIR: more case files.
-# KDA_PARTS: a subset of "tests verify sanitizer decode train stages host"; the last four are benchmarks.
+# KDA_PARTS: a subset of "tests verify sanitizer decode train stages host hopper"; from decode on they are
+# benchmarks.
 # Exits 0 if every part passed.
 set -u
 cd "$(dirname "$0")/.." || exit 2
 
-parts=${KDA_PARTS:-tests verify sanitizer decode train stages host}
+parts=${KDA_PARTS:-tests verify sanitizer decode train stages host hopper}
 results=${KDA_RESULTS:-bench/results}
 if [ $# -gt 0 ]; then
   build=$1
@@ -64,7 +65,8 @@ if wanted sanitizer; then
         unset KDA_TEST_NO_POISON
       fi
       run "sanitizer_$tool" compute-sanitizer --tool "$tool" --error-exitcode 1 --print-limit 20 \
-        "$build/tests/cuda/kda_cuda_tests" --gtest_brief=1 --gtest_filter='CudaSmall.*'
+        "$build/tests/cuda/kda_cuda_tests" --gtest_brief=1 \
+        --gtest_filter='CudaSmall.*:Sm90StateScan.PackedSeq*:Sm90ChunkForward.Options'
     done
   else
     echo "== sanitizer: skipped, compute-sanitizer is not installed"
@@ -76,6 +78,22 @@ for suite in decode train stages host; do
   run "bench_$suite" "$kda" bench --suite "$suite" --device cuda --json >"$results/cuda_$suite.json"
   cat "$results/cuda_$suite.json"
 done
+
+# Kernels that stand behind another row, or have a benchmark of their own.
+if wanted hopper; then
+  forward=$results/cuda_chunk_fwd.json
+  : >"$forward"
+  for shape in 1,8192,96,96,128,128 16,8192,16,16,128,256 1,4096,16,16,128,128 2,4096,64,64,128,128 \
+    1,131072,32,32,128,128; do
+    for gate in softplus lower_bound; do
+      run "bench_chunk_fwd $shape $gate" "$kda" bench --suite prefill --shape "$shape" --gate "$gate" \
+        --device cuda --impl sm90_chunk_fwd --repeat 15 --json >>"$forward"
+    done
+  done
+  cat "$forward"
+  run bench_state_scan "$build/bench/cuda/kda_state_scan_bench" 15 >"$results/cuda_state_scan.json"
+  cat "$results/cuda_state_scan.json"
+fi
 
 echo "failed parts: $failures"
 [ "$failures" -eq 0 ]

@@ -27,8 +27,12 @@ __device__ unsigned char* aligned_shared() {
 
 enum class Product { kRsSummed64, kRsOuter128, kSsSummed64 };
 
-/// Rounds of products of 16 on one accumulator: 64, whose end is waited for once, or, dependent, 8
-/// whose sums are packed into the next A, as the scan does.
+/// Products of 16 on one accumulator a round. Tiles: all are waited for at once, which 64 make
+/// cheap. Registers: one round overlaps the next; dependent: each round waits for the last and
+/// packs its sums into the next A, as the scan does.
+template <Product kProduct>
+inline constexpr int kProducts = kProduct == Product::kSsSummed64 ? 64 : 8;
+
 template <Product kProduct, bool kDependent>
 __global__ void __launch_bounds__(256, 1) wgmma_rounds(unsigned* cycles, float* sink, int rounds) {
   unsigned char* const memory = aligned_shared();
@@ -47,11 +51,10 @@ __global__ void __launch_bounds__(256, 1) wgmma_rounds(unsigned* cycles, float* 
   for (int i = 0; i < 32; ++i) a[i] = 0x3c003c00u + threadIdx.x;
   __syncthreads();
   const unsigned begin = clock();
-#pragma unroll 1
   for (int round = 0; round < rounds; ++round) {
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < (kDependent ? 8 : 64); ++i) {
+    for (int i = 0; i < kProducts<kProduct>; ++i) {
       const int step = i % 8;
       if constexpr (kProduct == Product::kRsSummed64) {
         wgmma_rs<__nv_bfloat16, Major::kSummed>(sums, a + 4 * step, b.columns(step), true);
@@ -63,14 +66,19 @@ __global__ void __launch_bounds__(256, 1) wgmma_rounds(unsigned* cycles, float* 
       }
     }
     wgmma_commit();
-    wgmma_wait<0>();
-    if constexpr (kDependent) {
+    if constexpr (kProduct == Product::kSsSummed64) {
+      wgmma_wait<0>();
+    } else if constexpr (!kDependent) {
+      wgmma_wait<1>();
+    } else {
+      wgmma_wait<0>();
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
         a[i] = pack<__nv_bfloat16>(sums[2 * i % kSums], sums[(2 * i + 1) % kSums]);
       }
     }
   }
+  wgmma_wait<0>();
   const unsigned end = clock();
   float sum = 0;
   for (int i = 0; i < kSums; ++i) sum += sums[i];
@@ -96,7 +104,7 @@ void print_wgmma(const char* name, int columns) {
     require(
         cudaMemcpy(host.data(), cycles.data(), kSms * sizeof(unsigned), cudaMemcpyDeviceToHost));
     std::sort(host.begin(), host.end());
-    const double each = static_cast<double>(host[kSms / 2]) / kRounds / (kDependent ? 8 : 64);
+    const double each = static_cast<double>(host[kSms / 2]) / kRounds / kProducts<kProduct>;
     const double share = 64.0 * columns * 16 * groups / each / 2048;
     std::printf(
         "{\"rate\": \"wgmma\", \"product\": \"%s\", \"dependent\": %s, \"warpgroups\": %d, "
@@ -174,8 +182,9 @@ void print_copies(const char* name, unsigned bytes, bool to_peer) {
 }  // namespace
 }  // namespace kda::bench
 
-int main() {
+int main(int argc, char** argv) {
   using namespace kda::bench;
+  std::printf("{%s}\n", run_header(argc, argv).c_str());
   print_wgmma<Product::kRsSummed64, false>("rs m64n64k16", 64);
   print_wgmma<Product::kRsOuter128, false>("rs m64n128k16 outer", 128);
   print_wgmma<Product::kSsSummed64, false>("ss m64n64k16", 64);

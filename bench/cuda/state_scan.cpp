@@ -140,7 +140,7 @@ int main(int argc, char** argv) {
   if (shapes.empty()) shapes.assign(std::begin(kShapes), std::end(kShapes));
   if (implementations.empty()) implementations = {"sm90_state_scan"};
   const double copy_rate = copy ? copy_gb_per_s(repeats) : 4250;
-  fmt::print("{{\"copy_gb_per_s\": {:.0f}}}\n", copy_rate);
+  fmt::print("{{{}, \"copy_gb_per_s\": {:.0f}}}\n", run_header(argc, argv), copy_rate);
   for (const bool with_dq : {false, true}) {
     if (with_dq ? !raw_dq : !plain) continue;
     for (const Shape& shape : shapes) {

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <string>
 #include <vector>
 
 namespace kda::bench {
@@ -13,7 +14,10 @@ namespace kda::bench {
 /// Ends the program with the error's text.
 void require(cudaError_t error);
 
-/// Memory that frees itself.
+/// `"machine": ..., "date": ..., "command": ...`, the head of a results file.
+std::string run_header(int argc, char** argv);
+
+/// Memory of one arena, which is reused when no buffer is left.
 class Buffer {
  public:
   explicit Buffer(std::size_t bytes);

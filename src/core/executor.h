@@ -45,7 +45,8 @@ struct Implementation {
   DeviceType device;
   std::string_view features;  ///< What it takes, for `kda support` and the documentation.
   /// The executor, or kUnsupported naming the missing feature. The problem is validated. Allocates
-  /// no tensor memory, so that asking "is it supported" is this very call.
+  /// no tensor memory, so that asking "is it supported" is this very call. In `options` the
+  /// implementation is the caller's or the environment's choice; empty: nobody chose.
   Result<std::unique_ptr<Executor>> (*create)(const Problem& problem, const Device& device,
                                               const Options& options);
 };

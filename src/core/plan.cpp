@@ -120,6 +120,7 @@ Status check_device(const Device& device) {
 /// What is left to decide after the checks that need no implementation.
 struct Question {
   Problem problem;
+  Options options;  ///< with the choice that the environment makes
   std::vector<const Implementation*> rows;
 };
 
@@ -133,7 +134,9 @@ Result<Question> prepare(const Problem& problem, const Device& device, const Opt
   if (!validated.ok()) return validated.status();
   Result<std::vector<const Implementation*>> rows = candidates(*validated, device, options);
   if (!rows.ok()) return rows.status();
-  return Question{*validated, std::move(*rows)};
+  Options with_choice = options;
+  with_choice.implementation = requested_implementation(options).text;
+  return Question{*validated, std::move(with_choice), std::move(*rows)};
 }
 
 }  // namespace
@@ -168,7 +171,8 @@ Result<Plan> make_plan(const Problem& problem, const Device& device, const Optio
   if (!question.ok()) return question.status();
   std::string reasons;
   for (const Implementation* row : question->rows) {
-    Result<std::unique_ptr<Executor>> executor = row->create(question->problem, device, options);
+    Result<std::unique_ptr<Executor>> executor =
+        row->create(question->problem, device, question->options);
     if (executor.ok()) {
       (*executor)->set_name(row->name);
       if (log::dispatch_enabled()) {
@@ -197,7 +201,7 @@ Result<std::vector<Verdict>> explain(const Problem& problem, const Device& devic
   bool found = false;
   for (const Implementation& row : all_implementations()) {
     if (row.operation != problem.operation || row.device != device.type) continue;
-    const Status status = row.create(question->problem, device, options).status();
+    const Status status = row.create(question->problem, device, question->options).status();
     const bool candidate = !found && std::find(wanted.begin(), wanted.end(), &row) != wanted.end();
     if (candidate && !status.ok() && status.code() != StatusCode::kUnsupported) return status;
     const bool chosen = candidate && status.ok();

@@ -4,8 +4,9 @@
 #include "cuda/device.h"
 #include "cuda/generic/pipeline.h"
 #include "cuda/recurrent/recurrent_op.h"
-#include "cuda/sm90/recurrent/recurrent.h"
 #if KDA_HAS_SM90
+#include "cuda/sm90/chunk_fwd/chunk_fwd_op.h"
+#include "cuda/sm90/recurrent/recurrent.h"
 #include "cuda/sm90/state_scan/state_scan_op.h"
 #endif
 
@@ -30,18 +31,39 @@ constexpr Implementation generic(std::string_view name, Operation operation) {
   return {name, kFamily, operation, DeviceType::kCuda, kGeneric, create<function>};
 }
 
-constexpr std::array kRows = {
 #if KDA_HAS_SM90
-    Implementation{"sm90_state_scan", kHopper, Operation::kStateScan, DeviceType::kCuda,
-                   "Hopper (sm_90): bf16 or fp16 with K of 64 or 128, V a multiple of 64, "
-                   "chunk_size 64, fp32 gamma and states, rows of 16 bytes; no dq_raw",
-                   cuda::sm90::make_state_scan},
+constexpr auto kMakeChunkForward = cuda::sm90::make_chunk_fwd;
+constexpr auto kMakeRecurrent = cuda::sm90::make_recurrent;
+constexpr auto kMakeStateScan = cuda::sm90::make_state_scan;
+#else
+Result<std::unique_ptr<Executor>> refuse(const Problem&, const Device&, const Options&) {
+  return Status(StatusCode::kUnsupported,
+                "this build holds no code for compute capability 9.0; rebuild with 90a in "
+                "CMAKE_CUDA_ARCHITECTURES");
+}
+constexpr auto kMakeChunkForward = refuse;
+constexpr auto kMakeRecurrent = refuse;
+constexpr auto kMakeStateScan = refuse;
 #endif
-    generic<cuda::chunk_fwd>("cuda_chunk_fwd", Operation::kChunkForward),
-    generic<cuda::chunk_bwd>("cuda_chunk_bwd", Operation::kChunkBackward),
+
+constexpr std::array kRows = {
+    Implementation{
+        "sm90_state_scan", kHopper, Operation::kStateScan, DeviceType::kCuda,
+        "Hopper (sm_90): bf16 or fp16 with K of 64 or 128, V a multiple of 64, "
+        "chunk_size 64, fp32 gamma and states, rows of 16 bytes; dq_raw with V of 64, 128 "
+        "or 256",
+        kMakeStateScan},
     Implementation{"sm90_recurrent", kHopper, Operation::kRecurrent, DeviceType::kCuda,
                    "K = V = 128, contiguous states of fp32 or bf16; the bits of cuda_recurrent",
-                   cuda::sm90::make_recurrent},
+                   kMakeRecurrent},
+    generic<cuda::chunk_fwd>("cuda_chunk_fwd", Operation::kChunkForward),
+    // Behind the generic row until its accuracy on correlated keys is settled.
+    Implementation{
+        "sm90_chunk_fwd", kHopper, Operation::kChunkForward, DeviceType::kCuda,
+        "Hopper (sm_90), by name only: bf16 or fp16 with K of 64 or 128, V a multiple of "
+        "64, every gate, rows of 16 bytes; no saved scores",
+        kMakeChunkForward},
+    generic<cuda::chunk_bwd>("cuda_chunk_bwd", Operation::kChunkBackward),
     Implementation{"cuda_recurrent", kFamily, Operation::kRecurrent, DeviceType::kCuda,
                    "everything; at the speed of memory for K of 64 or 128 with fp32 or bf16 states "
                    "in 16-byte rows",

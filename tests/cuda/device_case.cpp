@@ -16,6 +16,13 @@ constexpr int kNaN = 0xFF;
 
 std::string no_gpu() { return cuda_unavailable_reason(); }
 
+std::string no_hopper() {
+  if (std::string reason = no_gpu(); !reason.empty()) return reason;
+  int major = 0;
+  require(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
+  return major == 9 ? "" : "the GPU is no Hopper";
+}
+
 void require(cudaError_t error) {
   if (error == cudaSuccess) return;
   cudaGetLastError();

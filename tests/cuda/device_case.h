@@ -21,6 +21,12 @@ std::string no_gpu();
 #define KDA_NEEDS_GPU() \
   if (const std::string reason = kda::test::no_gpu(); !reason.empty()) GTEST_SKIP() << reason
 
+/// The same for a Hopper GPU.
+std::string no_hopper();
+
+#define KDA_NEEDS_HOPPER() \
+  if (const std::string reason = kda::test::no_hopper(); !reason.empty()) GTEST_SKIP() << reason
+
 /// Throws kda::Error with the CUDA error.
 void require(cudaError_t error);
 

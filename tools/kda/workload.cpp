@@ -239,9 +239,13 @@ double flop_of(const Problem& problem) {
 }
 
 double bytes_of(const Problem& problem) {
+  // The scans read a row of gamma a chunk.
+  const bool scans =
+      problem.operation == Operation::kStateScan || problem.operation == Operation::kReverseScan;
   double bytes = 0;
   for (const TensorSpec& spec : tensors_of(problem.operation)) {
-    bytes += static_cast<double>(problem.bytes(spec.id));
+    const auto all = static_cast<double>(problem.bytes(spec.id));
+    bytes += scans && spec.id == TensorId::kGamma ? all / problem.chunk_size : all;
   }
   return bytes;
 }

@@ -38,7 +38,7 @@ cases::HostTensor initial_state_of(const Problem& problem);
 
 /// Floating-point operations, a multiply-add as two, of the chunked form (section 8).
 double flop_of(const Problem& problem);
-/// Every tensor once: what must move at least.
+/// What must move at least: every tensor once, of gamma in the scans a row a chunk.
 double bytes_of(const Problem& problem);
 
 }  // namespace kda::program

@@ -1,6 +1,9 @@
 #include "cuda/generic/pipeline.h"
 
+#include <cstdint>
 #include <string_view>
+
+#include <fmt/format.h>
 
 namespace kda::cuda {
 namespace {
@@ -52,6 +55,29 @@ Tensor Pipeline::scalars(int64_t heads) {
 Tensor Pipeline::checkpoints() {
   const Sizes& sizes = problem_.sizes;
   return scratch_.tensor({problem_.chunk_rows(), sizes.HV, sizes.K, sizes.V});
+}
+
+void Pipeline::require_aligned(std::string_view name, std::initializer_list<TensorId> ids) {
+  constexpr std::uintptr_t kBytes = 16;
+  for (const TensorId id : ids) {
+    const void* const address = args_[id];
+    if (measuring_ || !status_.ok() || !has(id)) continue;
+    if (reinterpret_cast<std::uintptr_t>(address) % kBytes == 0) continue;
+    status_ = {
+        StatusCode::kInvalidArgument,
+        fmt::format("{}: found address {}, expected a multiple of {} for {}; move it or choose "
+                    "the implementation \"cuda\"",
+                    name_of(id), address, kBytes, name)};
+  }
+}
+
+Sequences Pipeline::sequences_in_chunks(int32_t C) {
+  if (C == problem_.chunk_size) return sequences_;
+  Problem other = problem_;
+  other.chunk_size = C;
+  const Sequences sequences = sequences_of(other, args_, scratch_);
+  if (!measuring_ && status_.ok()) status_ = launch_chunk_table(sequences, stream_);
+  return sequences;
 }
 
 void Pipeline::sum_groups(const std::array<GroupSum, 2>& sums) {

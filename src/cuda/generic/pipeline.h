@@ -2,7 +2,9 @@
 #pragma once
 
 #include <array>
+#include <initializer_list>
 #include <memory>
+#include <string_view>
 
 #include "cuda/executor.h"
 #include "cuda/generic/stages.h"
@@ -32,6 +34,13 @@ class Pipeline {
   Tensor scalars(int64_t heads);
   Tensor checkpoints();
   Tensor scratch(std::initializer_list<int64_t> shape) { return scratch_.tensor(shape); }
+  void* bytes(int64_t count, std::size_t size) { return scratch_.bytes(count, size); }
+
+  /// The sequences cut into chunks of C tokens; launches what fills their table.
+  Sequences sequences_in_chunks(int32_t C);
+
+  /// kInvalidArgument unless the addresses of these tensors are multiples of 16, as `name` needs.
+  void require_aligned(std::string_view name, std::initializer_list<TensorId> ids);
 
   /// Launches, unless measuring or after a failure.
   template <class Params>

@@ -60,6 +60,14 @@ __device__ __forceinline__ void wgmma_wait() {
       "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]),  \
       "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),  \
       "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+#define KDA_WGMMA_RS32(type)                                                                   \
+  asm volatile(                                                                                \
+      "{.reg .pred p; setp.ne.b32 p, %21, 0;\n"                                                \
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type " " KDA_WGMMA_D32            \
+      ", {%16, %17, %18, %19}, %20, p, 1, 1, %22;}"                                            \
+      : KDA_WGMMA_OUT32                                                                        \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)), \
+        "n"(kMajor))
 #define KDA_WGMMA_RS64(type)                                                                   \
   asm volatile(                                                                                \
       "{.reg .pred p; setp.ne.b32 p, %37, 0;\n"                                                \
@@ -90,6 +98,18 @@ __device__ __forceinline__ void wgmma_wait() {
       : KDA_WGMMA_OUT128                                                                       \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)), \
         "n"(kMajor))
+
+/// D += A B, or D = A B without `accumulate`. A: 4 registers of packed pairs; B: descriptor.
+template <class T16, Major kB>
+__device__ __forceinline__ void wgmma_rs(float (&d)[16], const uint32_t* a, uint64_t b,
+                                         bool accumulate) {
+  constexpr int kMajor = static_cast<int>(kB);
+  if constexpr (__is_same(T16, __half)) {
+    KDA_WGMMA_RS32("f16");
+  } else {
+    KDA_WGMMA_RS32("bf16");
+  }
+}
 
 /// D += A B, or D = A B without `accumulate`. A: 4 registers of packed pairs; B: descriptor.
 template <class T16, Major kB>
@@ -139,6 +159,9 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[64], const uint32_t* a, uint
   }
 }
 
+#undef KDA_WGMMA_D32
+#undef KDA_WGMMA_OUT32
+#undef KDA_WGMMA_RS32
 #undef KDA_WGMMA_D64
 #undef KDA_WGMMA_OUT64
 #undef KDA_WGMMA_D128
@@ -146,8 +169,6 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[64], const uint32_t* a, uint
 #undef KDA_WGMMA_RS64
 #undef KDA_WGMMA_SS64
 #undef KDA_WGMMA_RS128
-#undef KDA_WGMMA_D32
-#undef KDA_WGMMA_OUT32
 #undef KDA_WGMMA_SS32
 
 }  // namespace kda::cuda

@@ -10,6 +10,7 @@ namespace kda::cuda {
 
 inline constexpr int32_t kGateNone = 0;
 inline constexpr int32_t kGateSoftplus = 1;
+inline constexpr int32_t kGateLowerBound = 2;
 
 /// Below this natural-log decay a token forgets everything that fp32 resolves: (6.5).
 inline constexpr double kGateFloor = -40;

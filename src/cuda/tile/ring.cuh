@@ -19,6 +19,14 @@ struct RingPosition {
       parity ^= 1;
     }
   }
+
+  /// For warps that take turns; at most one round.
+  __device__ __forceinline__ void advance_by(int steps) {
+    stage += steps;
+    if (stage < Stages) return;
+    stage -= Stages;
+    parity ^= 1;
+  }
 };
 
 /// Until the phase of this parity is over. Whoever fills waits with the parity of the round before,

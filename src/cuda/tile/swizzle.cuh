@@ -31,6 +31,26 @@ __host__ __device__ constexpr uint64_t wgmma_descriptor(uint32_t address, uint32
          ((kGroupBytes >> 4) << 32) | (kSwizzle128 << 62);
 }
 
+/// A tile of 16-bit elements with 64-byte rows, 32 columns, and the 64-byte swizzle: units of 16
+/// bytes are permuted by unit XOR (row / 2 mod 4). Starts at a multiple of 512 bytes.
+struct SquareTile {
+  uint32_t address;  ///< in the shared window
+
+  /// Operand whose columns are summed over: its columns 16 step .. 16 step + 15.
+  __device__ __forceinline__ uint64_t columns(int step) const {
+    constexpr uint64_t kGroupBytes = 8 * 64;
+    constexpr uint64_t kSwizzle64 = 2;
+    return (((address & 0x3ffff) >> 4) | (uint64_t{1} << 16) | ((kGroupBytes >> 4) << 32) |
+            (kSwizzle64 << 62)) +
+           step * 2;
+  }
+};
+
+/// Byte of an element of a SquareTile.
+__host__ __device__ constexpr int square_offset(int row, int column) {
+  return row * 64 + ((column / 8 ^ row / 2 % 4) << 4) + column % 8 * 2;
+}
+
 template <int Rows>
 struct PanelTile {
   static constexpr uint32_t kPanelBytes = Rows * kPanelRowBytes;

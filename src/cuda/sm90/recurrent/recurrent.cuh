@@ -1,5 +1,5 @@
 // sm90_recurrent: decode at the speed of memory, without waves. States stream through shared memory
-// by bulk copies; nothing but the copies waits for device memory.
+// by bulk copies; the warps that compute never wait for device memory.
 //
 // Grid: one block an SM. An item is a sequence and a value head, its state one contiguous piece of
 // memory. A block takes one item a stage by its number, the rest from a counter in the workspace,
@@ -22,17 +22,20 @@
 //   computed[stage]  8 consumer warps, and 7 token warps that have read the item -> producer
 //   ready[slot]      the token's warp -> consumers
 //   free[slot]       8 consumer warps -> token warps
-// and bar.sync 1 and 2: the four consumer warps of a half of the columns (K-first only).
+// and bar.sync 1 and 2: the four consumer warps of a half of the columns (K-first only). Every lane
+// of a warp arrives for itself: it costs no time that could be measured, and racecheck can follow
+// it.
 //
 // Sums run in the order of recurrent_step (cuda/recurrent/recurrent.cuh): the same bits.
 #pragma once
 
 #include <cuda/ptx>
 
-#include "cuda/ptx/named_barrier.cuh"
+#include "cuda/ptx/barrier.cuh"
 #include "cuda/recurrent/tokens.cuh"
 #include "cuda/sm90/recurrent/config.h"
 #include "cuda/sm90/recurrent/instances/instances.h"
+#include "cuda/tile/ring.cuh"
 #include "cuda/tile/shared_memory.cuh"
 #include "cuda/tile/vector16.cuh"
 
@@ -68,28 +71,9 @@ struct alignas(128) Shared {
 __device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x) % 32; }
 __device__ __forceinline__ int warp_id() { return static_cast<int>(threadIdx.x) / 32; }
 
-__device__ __forceinline__ void wait(uint64_t& barrier, uint32_t parity) {
-  while (!ptx::mbarrier_try_wait_parity(&barrier, parity)) {
-  }
-}
-
 __device__ __forceinline__ void arrive(uint64_t& barrier) {
   ptx::mbarrier_arrive(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &barrier);
 }
-
-/// A place in a ring of N and the parity of the round.
-template <int N>
-struct RingPosition {
-  int index = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void advance(int steps = 1) {
-    index += steps;
-    if (index < N) return;
-    index -= N;
-    parity ^= 1;
-  }
-};
 
 /// Sums over lanes that differ by `step`, each lane keeping one half of them: the upper one if
 /// `upper`. The result is x[0..N / 2).
@@ -184,7 +168,7 @@ struct KFirst {
     auto& mine = sums[parity][quarter()];
     *reinterpret_cast<float2*>(&mine[0][own()]) = make_float2(error[0], error[1]);
     *reinterpret_cast<float2*>(&mine[1][own()]) = make_float2(out[0], out[1]);
-    sync_named(1 + half(), 4 * 32);
+    barrier_sync(1 + half(), 4 * 32);
     float u[kColumns];
     write_columns(token, sums[parity], o, o_offset, u);
     join_halves<4>(u, 16, upper16());
@@ -331,9 +315,9 @@ __device__ __forceinline__ void consume(Shared<State>& shared, const Params& p) 
   RingPosition<kTokenSlots> slot;
   uint32_t sums = 0;
   for (;; stage.advance()) {
-    State* const memory = shared.stage[stage.index];
-    wait(shared.loaded[stage.index], stage.parity);
-    const RecurrentTile& item = shared.items[stage.index];
+    State* const memory = shared.stage[stage.stage];
+    wait_for(&shared.loaded[stage.stage], stage.parity);
+    const RecurrentTile& item = shared.items[stage.stage];
     if (is_end(item)) return;
     if (item.slot >= 0) {
       Layout state;
@@ -345,23 +329,23 @@ __device__ __forceinline__ void consume(Shared<State>& shared, const Params& p) 
       int64_t o = token_offset(p.o, item.tokens.batch, item.tokens.begin, item.hv) +
                   Layout::own() * p.o.stride[3];
       for (int64_t left = item.count; left > 0; --left, slot.advance(), sums ^= 1) {
-        wait(shared.ready[slot.index], slot.parity);
-        state.step(shared.tokens[slot.index], shared.sums, sums, p.o, o);
+        wait_for(&shared.ready[slot.stage], slot.parity);
+        state.step(shared.tokens[slot.stage], shared.sums, sums, p.o, o);
         o += p.o.stride[1];
-        arrive(shared.free[slot.index]);
+        arrive(shared.free[slot.stage]);
       }
       if (p.final_state.data) {
         state.each_vector(memory, [](const float* x, uint4* to) { *to = Vector::pack(x); });
-        ptx::fence_proxy_async(ptx::space_shared);  // the bulk store reads what was just written
+        publish_to_async_proxy();
       }
     }
-    arrive(shared.computed[stage.index]);
+    arrive(shared.computed[stage.stage]);
   }
 }
 
 /// The items of this block: one a stage by its number, then whichever is next. Blocks do not get
-/// equal shares of the bandwidth: with equal shares of the items, loads and stores alone took
-/// 0.1395 ms for 0.1348 (H200, 4096 states of 64 KiB).
+/// equal shares of the bandwidth: with equal shares of 4096 states of 64 KiB, loads and stores
+/// alone take 0.1392 ms, from a counter 0.1335 (H200, bench/cuda/decode_floor.cu).
 template <int STAGES>
 struct Schedule {
   int64_t items;
@@ -420,16 +404,16 @@ __device__ __forceinline__ void produce(Shared<State>& shared, const Params& p) 
   };
   for (int stage = 0; stage < kAhead; ++stage) refill(stage);
   for (RingPosition<kAhead> stage;; stage.advance()) {
-    const RecurrentTile item = shared.items[stage.index];
+    const RecurrentTile item = shared.items[stage.stage];
     if (is_end(item)) return;
-    wait(shared.computed[stage.index], stage.parity);
+    wait_for(&shared.computed[stage.stage], stage.parity);
     if (item.slot >= 0 && p.final_state.data) {
       ptx::cp_async_bulk(ptx::space_global, ptx::space_shared, state_of<State>(p.final_state, item),
-                         shared.stage[stage.index], kStateElements * sizeof(State));
+                         shared.stage[stage.stage], kStateElements * sizeof(State));
       ptx::cp_async_bulk_commit_group();
       ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>{});
     }
-    refill(stage.index);
+    refill(stage.stage);
   }
 }
 
@@ -496,20 +480,20 @@ struct RawToken {
 template <class Layout, class State>
 __device__ __forceinline__ void activate_tokens(Shared<State>& shared, const Params& p, int warp) {
   RingPosition<kTokenSlots> slot;
-  slot.advance(warp);
+  slot.advance_by(warp);
   int64_t t = warp;
   for (RingPosition<kStages<State>> stage;; stage.advance()) {
-    wait(shared.announced[stage.index], stage.parity);
-    const RecurrentTile item = shared.items[stage.index];
-    arrive(shared.computed[stage.index]);
+    wait_for(&shared.announced[stage.stage], stage.parity);
+    const RecurrentTile item = shared.items[stage.stage];
+    arrive(shared.computed[stage.stage]);
     if (is_end(item)) return;
     write_zeros<float>(p, item, kDim, warp * 32 + lane_id(), kTokenWarps * 32);
-    for (; t < item.count; t += kTokenWarps, slot.advance(kTokenWarps)) {
+    for (; t < item.count; t += kTokenWarps, slot.advance_by(kTokenWarps)) {
       RawToken raw;
       raw.load(p, item, t);
-      wait(shared.free[slot.index], slot.parity ^ 1);
-      raw.activate<Layout>(p, shared.tokens[slot.index]);
-      arrive(shared.ready[slot.index]);
+      wait_for(&shared.free[slot.stage], slot.parity ^ 1);
+      raw.activate<Layout>(p, shared.tokens[slot.stage]);
+      arrive(shared.ready[slot.stage]);
     }
     t -= item.count;
   }
@@ -528,14 +512,13 @@ __device__ __forceinline__ void init_barriers(Shared<State>& shared) {
       ptx::mbarrier_init(&shared.free[i], 32 * kConsumerWarps);
     }
     ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
-    ptx::fence_proxy_async(ptx::space_shared);
+    publish_to_async_proxy();
   }
   __syncthreads();
 }
 
 template <class Layout, class State>
 __global__ void __launch_bounds__(kThreads, 1) sm90_recurrent(const __grid_constant__ Params p) {
-#if __CUDA_ARCH__ >= 900
   auto& shared = *shared_memory<Shared<State>>();
   init_barriers(shared);
   if (warp_id() < kConsumerWarps) {
@@ -545,7 +528,6 @@ __global__ void __launch_bounds__(kThreads, 1) sm90_recurrent(const __grid_const
   } else if (lane_id() == 0) {
     produce(shared, p);
   }
-#endif
 }
 
 }  // namespace kda::cuda::sm90

@@ -1,8 +1,10 @@
 #include "cuda/sm90/state_scan/state_scan.h"
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <memory>
+#include <utility>
 
 #include <fmt/format.h>
 
@@ -74,14 +76,50 @@ ScanTiling choose_tiling(const StateScanParams& p, bool raw_dq) {
   return 2 * wide <= sms ? ScanTiling::kNarrow : ScanTiling::kWide;
 }
 
+/// The tensors that TMA and vector loads reach.
+std::array<std::pair<const char*, const Tensor*>, 8> addressed(const ScanRequest& request) {
+  const StateScanParams& p = request.scan;
+  return {{{"kg", &p.kg},
+           {"w", &p.w},
+           {"u", &p.u},
+           {"gamma", &p.gamma},
+           {"h", &p.h},
+           {"v_new", &p.v_new},
+           {"do", &request.grad_o},
+           {"dq_raw", &request.dq_raw}}};
+}
+
+bool is_aligned(const Tensor& tensor) {
+  return reinterpret_cast<std::uintptr_t>(tensor.data) % kAddressBytes == 0;
+}
+
+Status refuse_addresses(const ScanRequest& request, bool, cudaStream_t) {
+  for (const auto& [name, tensor] : addressed(request)) {
+    if (is_aligned(*tensor)) continue;
+    return {StatusCode::kInvalidArgument,
+            fmt::format("{}: found address {}, expected a multiple of {}, which sm90_state_scan "
+                        "needs; align it or choose cuda_state_scan",
+                        name, tensor->data, kAddressBytes)};
+  }
+  return {};
+}
+
+/// The generic kernels take every address, but an explicit choice does not fall back, nor does
+/// dq_raw, for which they need a larger workspace than the plan asked for.
+template <bool kExplicit>
 void stage_state_scan(Pipeline& run) {
   const ScanRequest request{
       {run[kKg], run[kW], run[kU], run[kGamma], run.state(kInitialState), run[kH], run[kVNew],
        run.state(kFinalState), run.heads(), run.sequences()},
       run[kDo],
       run[kDqRaw]};
-  if (!is_aligned(request)) return cuda::stage_state_scan(run);
-  run(launch_state_scan, request);
+  if (is_aligned(request)) {
+    run(launch_state_scan, request);
+  } else if (kExplicit || run.has(kDqRaw)) {
+    run(refuse_addresses, request);
+  } else {
+    return cuda::stage_state_scan(run);
+  }
   run.finish();
 }
 
@@ -115,12 +153,9 @@ std::string state_scan_obstacle(const Problem& problem) {
 }
 
 bool is_aligned(const ScanRequest& request) {
-  const StateScanParams& p = request.scan;
-  for (const Tensor* t :
-       {&p.kg, &p.w, &p.u, &p.gamma, &p.h, &p.v_new, &request.grad_o, &request.dq_raw}) {
-    if (reinterpret_cast<std::uintptr_t>(t->data) % kAddressBytes != 0) return false;
-  }
-  return true;
+  const auto tensors = addressed(request);
+  return std::all_of(tensors.begin(), tensors.end(),
+                     [](const auto& row) { return is_aligned(*row.second); });
 }
 
 Status launch_state_scan(const ScanRequest& request, const ScanKernel& kernel,
@@ -172,7 +207,7 @@ Status launch_state_scan(const ScanRequest& request, bool, cudaStream_t stream) 
 }
 
 Result<std::unique_ptr<Executor>> make_state_scan(const Problem& problem, const Device& device,
-                                                  const Options&) {
+                                                  const Options& options) {
   if (Status status = check_device(device); !status.ok()) return status;
   int major = 0;
   int minor = 0;
@@ -185,7 +220,9 @@ Result<std::unique_ptr<Executor>> make_state_scan(const Problem& problem, const 
   if (std::string obstacle = state_scan_obstacle(problem); !obstacle.empty()) {
     return Status(StatusCode::kUnsupported, std::move(obstacle));
   }
-  return make_pipeline(problem, device, stage_state_scan);
+  return make_pipeline(
+      problem, device,
+      options.implementation.empty() ? stage_state_scan<false> : stage_state_scan<true>);
 }
 
 }  // namespace kda::cuda::sm90

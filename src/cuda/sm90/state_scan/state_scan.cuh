@@ -13,16 +13,16 @@
 // recurrence passes through shared memory.
 //
 // Shared memory, bytes, K = 128:   narrow     wide   narrow, dq   wide, dq   wide, dq, cluster
-//   stages                              4        3            3          2                   2
+//   stages                              3        2            3          2                   2
 //   a stage: w, kg                  32768    32768        32768      32768               32768
 //            u                       8192    16384         8192      16384               16384
 //            do                                            8192      16384               16384
 //   staging of h                    16384    32768        16384      32768               32768
 //   staging of v_new                 8192    16384         8192      16384               16384
-//   decay, 512 a stage               2048     1536         1536       1024                1024
+//   decay, 512 a stage               1536     1024         1536       1024                1024
 //   landing of partial dq                                    16         16               16384
-//   barriers                           64       48           80         64                  64
-//   sum, rounded up to 1024        190464   198656       174080     182272              197632
+//   barriers                           48       32           80         64                  64
+//   sum, rounded up to 1024        149504   149504       174080     182272              198656
 //
 // Barriers (mbarriers, the first two per stage):
 //   full     33 arrivals + bytes: the load lane arms it and TMA completes it, the lanes of the
@@ -169,6 +169,52 @@ struct StateConsumer {
     barrier_sync(kTailBarrier, kThreads);
   }
 
+  /// Starts h^T w^T.
+  __device__ __forceinline__ void multiply_w(float (&product)[32], const uint32_t (&h)[kState / 2],
+                                             const T16* tile) const {
+    const PanelTile<kScanChunk> w{shared_address(tile)};
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < S::K / 16; ++step) {
+      wgmma_rs<T16, Major::kSummed>(product, h + 4 * step, w.columns(step), step > 0);
+    }
+    wgmma_commit();
+  }
+
+  /// (4.15): S^T = 2^gamma . S^T, to which multiply_kg adds.
+  __device__ __forceinline__ void decay_state(float (&state)[kState], const float* decay) const {
+#pragma unroll
+    for (int i = 0; i < kState / 4; ++i) {
+      const float2 factor = *reinterpret_cast<const float2*>(decay + 8 * i + at.column);
+      state[4 * i] *= factor.x;
+      state[4 * i + 1] *= factor.y;
+      state[4 * i + 2] *= factor.x;
+      state[4 * i + 3] *= factor.y;
+    }
+  }
+
+  /// Starts S^T += v_new^T kg.
+  __device__ __forceinline__ void multiply_kg(float (&state)[kState], const uint32_t (&v_new)[16],
+                                              const T16* tile) const {
+    const PanelTile<kScanChunk> kg{shared_address(tile)};
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kScanChunk / 16; ++step) {
+      wgmma_rs<T16, Major::kOuter>(state, v_new + 4 * step, kg.rows(step), true);
+    }
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void stage_v_new(const uint32_t (&v_new)[16]) const {
+    const uint32_t to = shared_address(shared.v_new[group]);
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      stmatrix_transposed(to + lines.offset(step), v_new + 4 * step);
+    }
+    publish_to_async_proxy();
+    sync();
+  }
+
   __device__ __forceinline__ void chunk(float (&state)[kState], const ScanWork& work, int64_t c,
                                         const RingPosition<S::stages>& position,
                                         uint32_t parity) const {
@@ -179,17 +225,11 @@ struct StateConsumer {
 #pragma unroll
     for (int i = 0; i < kState / 2; ++i) h[i] = pack<T16>(state[2 * i], state[2 * i + 1]);
     wait_for(&shared.full[position.stage], position.parity);
-
     float product[32];
-    const PanelTile<kScanChunk> w{shared_address(stage.w)};
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < S::K / 16; ++step) {
-      wgmma_rs<T16, Major::kSummed>(product, h + 4 * step, w.columns(step), step > 0);
-    }
-    wgmma_commit();
+    multiply_w(product, h, stage.w);
 
-    // Under the product: h leaves, u and the decay come.
+    // Under the product h leaves, u comes and the state decays, whose registers the last group
+    // wrote: ptxas wants to see that it has ended.
     wgmma_wait<1>();
     if (S::raw_dq || p.has_h) stage_h(h, parity);
     uint32_t v_new[16];
@@ -205,38 +245,17 @@ struct StateConsumer {
       if constexpr (S::raw_dq) ptx::mbarrier_arrive(&shared.dq.h_full);
       if (p.has_h) store_h(work, c);
     }
-#pragma unroll
-    for (int i = 0; i < kState / 4; ++i) {
-      const float2 decay =
-          *reinterpret_cast<const float2*>(&shared.decay[position.stage][8 * i + at.column]);
-      state[4 * i] *= decay.x;
-      state[4 * i + 1] *= decay.y;
-      state[4 * i + 2] *= decay.x;
-      state[4 * i + 3] *= decay.y;
-    }
+    decay_state(state, shared.decay[position.stage]);
     wgmma_wait<0>();
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
+    for (int i = 0; i < 16; ++i) {  // (4.14)
       const float2 value = unpack<T16>(v_new[i]);
       v_new[i] = pack<T16>(value.x - product[2 * i], value.y - product[2 * i + 1]);
     }
     if (rows < kScanChunk) clear_tail(v_new, stage.kg, rows);
-
-    const PanelTile<kScanChunk> kg{shared_address(stage.kg)};
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kScanChunk / 16; ++step) {
-      wgmma_rs<T16, Major::kOuter>(state, v_new + 4 * step, kg.rows(step), true);
-    }
-    wgmma_commit();
+    multiply_kg(state, v_new, stage.kg);
     if (p.v_new_rows.data) {
-      const uint32_t to = shared_address(shared.v_new[group]);
-#pragma unroll
-      for (int step = 0; step < 4; ++step) {
-        stmatrix_transposed(to + lines.offset(step), v_new + 4 * step);
-      }
-      publish_to_async_proxy();
-      sync();
+      stage_v_new(v_new);
       store_v_new(work, c, rows);
     }
     wgmma_wait<0>();

@@ -5,9 +5,7 @@ namespace kda::cuda::sm90 {
 namespace {
 
 __global__ void sm90_recurrent_start(unsigned long long* taken) {
-#if __CUDA_ARCH__ >= 900
   cudaTriggerProgrammaticLaunchCompletion();
-#endif
   *taken = 0;
 }
 

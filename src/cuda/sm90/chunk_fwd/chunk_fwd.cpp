@@ -1,0 +1,163 @@
+#include "cuda/sm90/chunk_fwd/chunk_fwd.h"
+
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "cuda/generic/pipeline.h"
+#include "cuda/launch.h"
+#include "cuda/sm90/chunk_fwd/chunk_fwd_op.h"
+#include "cuda/sm90/chunk_fwd/config.h"
+#include "cuda/sm90/chunk_fwd/instances/instances.h"
+
+namespace kda::cuda::sm90 {
+namespace {
+
+using enum TensorId;
+
+constexpr int64_t kRowBytes = 16;
+constexpr int64_t kMostBlocks = std::numeric_limits<int32_t>::max();
+
+ChunkForwardKernels kernels_of(const PrepParams& p) {
+  const bool fp16 = p.q.dtype == static_cast<int32_t>(DType::kF16);
+  if (p.heads.K == 64) return fp16 ? chunk_fwd_fp16_k64() : chunk_fwd_bf16_k64();
+  return fp16 ? chunk_fwd_fp16_k128() : chunk_fwd_bf16_k128();
+}
+
+Status launch_prep(const PrepParams& p, bool, cudaStream_t stream) {
+  const ChunkForwardKernels kernels = kernels_of(p);
+  return launch({"sm90_chunk_fwd_prep", p.sequences.chunk_rows * p.heads.HV, kPrepThreads,
+                 kernels.prep_shared_bytes},
+                kernels.prep, p, stream);
+}
+
+/// Blocks of 64 columns while those of 128 would leave half of the GPU idle.
+int groups_of(const ForwardScanParams& p) {
+  if (p.heads.V % (kMostGroups * kGroupColumns) != 0) return 1;
+  int device = 0;
+  int sms = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+  const int64_t wide = p.sequences.count * p.heads.HV * p.heads.V / (kMostGroups * kGroupColumns);
+  return 2 * wide <= sms ? 1 : kMostGroups;
+}
+
+struct ScanLaunch {
+  ForwardScanParams params;
+  void (*kernel)(ForwardScanParams);
+};
+
+Status launch_scan(const ScanLaunch& scan, bool, cudaStream_t stream) {
+  ForwardScanParams p = scan.params;
+  p.groups = groups_of(p);
+  const bool has_h = p.h.data != nullptr;
+  const int bytes = p.heads.K == 64 ? forward_shared_bytes<64>(p.groups, has_h)
+                                    : forward_shared_bytes<128>(p.groups, has_h);
+  const int64_t blocks = p.sequences.count * p.heads.HV * (p.heads.V / (p.groups * kGroupColumns));
+  return launch(
+      {"sm90_chunk_fwd_scan", blocks, forward_threads(p.groups), static_cast<std::size_t>(bytes)},
+      scan.kernel, p, stream);
+}
+
+void chunk_fwd(Pipeline& run) {
+  const Problem& problem = run.problem();
+  run.require_aligned("sm90_chunk_fwd", {kQ, kK, kV, kG, kO, kH});
+  PrepParams prep;
+  prep.q = run[kQ];
+  prep.k = run[kK];
+  prep.beta = run[kBeta];
+  prep.gate = run.gate();
+  prep.sequences = run.sequences_in_chunks(kChunk);
+  prep.heads = run.heads();
+  const int64_t record = prep.heads.K == 64 ? Record<64>::kBytes : Record<128>::kBytes;
+  prep.records = static_cast<std::byte*>(
+      run.bytes(prep.sequences.chunk_rows * prep.heads.HV, static_cast<std::size_t>(record)));
+  prep.beta_factor = problem.allow_neg_eigval ? 2 : 1;
+  prep.qk_l2norm = problem.qk_l2norm;
+  prep.beta_sigmoid = problem.beta_sigmoid;
+  run(launch_prep, prep);
+
+  ForwardScanParams scan;
+  scan.records = prep.records;
+  scan.v = run[kV];
+  scan.o = run[kO];
+  scan.h = run[kH];
+  scan.initial_state = run.state(kInitialState);
+  scan.final_state = run.state(kFinalState);
+  scan.sequences = prep.sequences;
+  scan.h_rows = run.sequences().offsets;
+  scan.h_row_count = run.sequences().chunk_rows;
+  scan.heads = prep.heads;
+  scan.chunk_size = problem.chunk_size;
+  scan.scale = static_cast<float>(run.scale());
+  run(launch_scan, ScanLaunch{scan, kernels_of(prep).scan});
+  run.finish();
+}
+
+/// "" or the feature that this leaf lacks.
+std::string obstacle_of(const Problem& problem) {
+  const Sizes& s = problem.sizes;
+  if (s.K != 64 && s.K != 128) return fmt::format("K = {} (64 or 128)", s.K);
+  if (s.V % kGroupColumns != 0) return fmt::format("V = {} (a multiple of 64)", s.V);
+  if (s.T == 0 || problem.sequences() == 0) return "no tokens";
+  if (problem.has(kAqk) || problem.has(kA)) {
+    return fmt::format("saved scores ({})", problem.has(kAqk) ? "Aqk" : "A");
+  }
+  const DType io = problem[kQ].dtype;
+  if (io != DType::kBF16 && io != DType::kF16) return fmt::format("{} tensors (q)", name_of(io));
+  for (const TensorId id : {kO, kH}) {
+    const DType dtype = problem[id].dtype;
+    if (problem.has(id) && dtype != io) {
+      return fmt::format("{} tensors beside {} ones ({})", name_of(dtype), name_of(io),
+                         name_of(id));
+    }
+  }
+  for (const TensorId id : {kInitialState, kFinalState}) {
+    const DType dtype = problem[id].dtype;
+    if (problem.has(id) && dtype != DType::kF32 && dtype != io) {
+      return fmt::format("{} tensors ({})", name_of(dtype), name_of(id));
+    }
+  }
+  if (computes_in_fp64(problem)) return "fp64 tensors";
+  for (const TensorId id : {kQ, kK, kV, kO, kH}) {
+    const TensorLayout& t = problem[id];
+    if (!problem.has(id)) continue;
+    for (std::size_t i = 0; i < 4; ++i) {
+      const int64_t bytes = t.stride[i] * 2;
+      if (i == 3 ? t.stride[i] != 1 : t.shape[i] > 1 && bytes % kRowBytes != 0) {
+        return fmt::format("rows apart from {} bytes ({})", kRowBytes, name_of(id));
+      }
+    }
+  }
+  const TensorLayout& g = problem[kG];
+  const auto g_bytes = static_cast<int64_t>(size_of(g.dtype));
+  for (std::size_t i = 0; i < 4; ++i) {  // channels are read in pairs
+    if (i == 3 ? g.stride[i] != 1 : g.shape[i] > 1 && g.stride[i] * g_bytes % kRowBytes != 0) {
+      return fmt::format("rows apart from {} bytes (g)", kRowBytes);
+    }
+  }
+  const int64_t rows = s.B * (s.T / kChunk + 1) + problem.sequences();
+  if (rows > kMostBlocks / s.HV) return "more chunks than one grid holds";
+  return "";
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Executor>> make_chunk_fwd(const Problem& problem, const Device& device,
+                                                 const Options&) {
+  if (Status status = check_device(device); !status.ok()) return status;
+  int major = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device.index);
+  if (major != 9) {
+    return Status(StatusCode::kUnsupported, fmt::format("compute capability {}.x (9.0)", major));
+  }
+  if (std::string obstacle = obstacle_of(problem); !obstacle.empty()) {
+    return Status(StatusCode::kUnsupported, std::move(obstacle));
+  }
+  return make_pipeline(problem, device, chunk_fwd);
+}
+
+}  // namespace kda::cuda::sm90

@@ -1,0 +1,38 @@
+// Chunk forward on Hopper in two kernels: `prep` is parallel over chunks and turns raw inputs into
+// records, `scan` walks the chunks of a sequence and value head with the state in registers.
+#pragma once
+
+#include <cstddef>
+
+#include <cuda_runtime_api.h>
+
+#include "cuda/params.h"
+#include "kda/status.h"
+
+namespace kda::cuda::sm90 {
+
+struct PrepParams {
+  Tensor q, k, beta;
+  GateParams gate;
+  Sequences sequences;  ///< with C = 32
+  Heads heads;
+  std::byte* records = nullptr;  ///< [chunk_rows, HV] of Record<K>::kBytes
+  float beta_factor = 1;
+  bool qk_l2norm = false;
+  bool beta_sigmoid = false;
+};
+
+struct ForwardScanParams {
+  const std::byte* records = nullptr;
+  Tensor v, o, h;                     ///< h is optional
+  Tensor initial_state, final_state;  ///< strides in the order (sequence, head, k, v); optional
+  Sequences sequences;                ///< with C = 32
+  const int64_t* h_rows = nullptr;    ///< packed: first row of h of each sequence
+  int64_t h_row_count = 0;
+  Heads heads;
+  int32_t chunk_size = 64;  ///< the caller's: a row of h each
+  int32_t groups = 1;       ///< consumer warpgroups
+  float scale = 1;
+};
+
+}  // namespace kda::cuda::sm90

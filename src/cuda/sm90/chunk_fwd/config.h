@@ -1,0 +1,58 @@
+// Constants of the Hopper forward that host and device share.
+#pragma once
+
+#include <cstdint>
+
+namespace kda::cuda::sm90 {
+
+/// Tokens of a chunk inside the kernels. 32: the state side costs a quarter of what 16 would, the
+/// scores a quarter of 64's, and the inverse is one warp's work. Checkpoints and chunk_size are in
+/// units of the caller's 64 or 32.
+inline constexpr int kChunk = 32;
+
+/// What `prep` leaves for `scan` of one chunk and value head: the image of the scan's shared
+/// memory, so that one bulk copy fetches it. All tiles are swizzled as wgmma reads them.
+///
+///   read    K / 64 panels of 64 rows x 128 bytes: 32 rows k 2^G, then 32 rows q 2^G
+///   update  K / 64 panels of 32 rows x 128 bytes: k 2^(G_end - G)
+///   solve   32 rows x 64 bytes: (I + L)^-1 diag(beta)
+///   scores  32 rows x 64 bytes: tril(q k^T 2^(G_i - G_j)), not scaled
+///   decay   K fp32: 2^G_end
+template <int K>
+struct Record {
+  static constexpr int kRead = 0;
+  static constexpr int kUpdate = kRead + K * 2 * kChunk * 2;
+  static constexpr int kSolve = kUpdate + K * kChunk * 2;
+  static constexpr int kScores = kSolve + kChunk * kChunk * 2;
+  static constexpr int kDecay = kScores + kChunk * kChunk * 2;
+  static constexpr int kBytes = kDecay + K * 4;
+};
+static_assert(Record<128>::kBytes == 29184 && Record<64>::kBytes == 16640);
+
+inline constexpr int kPrepThreads = 128;
+/// 36 KB of shared memory each.
+inline constexpr int kPrepBlocksPerSm = 6;
+
+/// A consumer warpgroup of `scan` holds 64 columns of V. Three warpgroups leave 168 registers a
+/// thread at launch; the loading one hands most of its registers over.
+inline constexpr int kGroupColumns = 64;
+inline constexpr int kMostGroups = 2;
+inline constexpr int kForwardStages = 4;
+constexpr int forward_threads(int groups) { return (groups + 1) * 128; }
+inline constexpr int kLoaderRegisters = 72;
+inline constexpr int kStateRegisters = 216;
+static_assert(128 * (kLoaderRegisters + kMostGroups * kStateRegisters) <= 65536);
+
+/// Shared memory of a stage: a record, then 32 rows x 128 bytes of v for each warpgroup.
+template <int K>
+inline constexpr int kStageRecordBytes = (Record<K>::kBytes + 1023) / 1024 * 1024;
+inline constexpr int kTokenPanelBytes = kChunk * kGroupColumns * 2;
+template <int K>
+constexpr int forward_shared_bytes(int groups, bool has_h) {
+  const int stage = kStageRecordBytes<K> + groups * kTokenPanelBytes;
+  const int staging = groups * (2 * kTokenPanelBytes + (has_h ? K * kGroupColumns * 2 : 0));
+  return kForwardStages * (stage + 16) + staging + 1024;
+}
+static_assert(forward_shared_bytes<128>(kMostGroups, true) <= 227 * 1024);
+
+}  // namespace kda::cuda::sm90

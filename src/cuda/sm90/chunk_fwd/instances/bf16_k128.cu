@@ -1,0 +1,10 @@
+#include "cuda/sm90/chunk_fwd/instances/instances.h"
+#include "cuda/sm90/chunk_fwd/prep.cuh"
+#include "cuda/sm90/chunk_fwd/scan.cuh"
+
+namespace kda::cuda::sm90 {
+ChunkForwardKernels chunk_fwd_bf16_k128() {
+  return {sm90_chunk_fwd_prep<__nv_bfloat16, 128>, sizeof(PrepShared<__nv_bfloat16, 128>),
+          sm90_chunk_fwd_scan<__nv_bfloat16, 128>};
+}
+}  // namespace kda::cuda::sm90

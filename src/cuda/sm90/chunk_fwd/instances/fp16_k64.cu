@@ -1,0 +1,10 @@
+#include "cuda/sm90/chunk_fwd/instances/instances.h"
+#include "cuda/sm90/chunk_fwd/prep.cuh"
+#include "cuda/sm90/chunk_fwd/scan.cuh"
+
+namespace kda::cuda::sm90 {
+ChunkForwardKernels chunk_fwd_fp16_k64() {
+  return {sm90_chunk_fwd_prep<__half, 64>, sizeof(PrepShared<__half, 64>),
+          sm90_chunk_fwd_scan<__half, 64>};
+}
+}  // namespace kda::cuda::sm90
