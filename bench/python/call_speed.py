@@ -4,8 +4,8 @@ usage: python bench/python/call_speed.py [--shapes S1,S3] [--gates softplus,lowe
            [--repeat N] [--json bench/results/python_calls.json]
 
 Both contenders run in one process, alternating; the L2 cache is flushed before each run; the median
-of N runs by CUDA events is reported, after the results of both were compared. bf16, l2norm, gate and
-sigmoid of beta inside, final state asked for.
+of N runs by CUDA events is reported, after the results of both were compared. bf16; l2norm, gate
+and sigmoid of beta inside; final state asked for.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
 usage: PYTHONPATH=bench/python NATIVE_KDA_REPORT=out.json pytest -p fla_plugin tests/ops/test_kda.py
 
-in a checkout of flash-linear-attention. A test that calls chunk_kda or fused_recurrent_kda and had no
-hit fails, so that the suite cannot pass on fla's own kernels.
+in a checkout of flash-linear-attention. A test that calls chunk_kda or fused_recurrent_kda and had
+no hit fails, so that the suite cannot pass on fla's own kernels.
 """
 
 import json

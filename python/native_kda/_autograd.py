@@ -1,7 +1,7 @@
 """The eager torch route: the operators without the cost of torch's dispatcher.
 
-A call's checks and plan depend on nothing but dtypes, devices, shapes, strides and options. They are
-made for the first call of a kind and remembered; later ones cost a look-up.
+A call's checks and plan depend on nothing but dtypes, devices, shapes, strides and options. They
+are made for the first call of a kind and remembered; later ones cost a look-up.
 """
 
 from __future__ import annotations

@@ -205,8 +205,8 @@ def _chunk_with_states(
 
         if not torch.is_inference_mode_enabled():
             raise ArgumentError(
-                "return_intermediate_states: found True outside torch.inference_mode(), where alone it "
-                "is allowed: h has no gradient"
+                "return_intermediate_states: found True outside torch.inference_mode(), where "
+                "alone it is allowed: h has no gradient"
             )
         o, final_state, h = _kda.forward(
             _torch_frame, inputs, cu_seqlens, options, with_state, with_h=True

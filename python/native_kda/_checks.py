@@ -51,8 +51,8 @@ def gate_of(use_gate_in_kernel: bool, lower_bound: float | None, A_log: Any) -> 
         return GATE_LOWER_BOUND, float(lower_bound)
     if A_log is None:
         raise ArgumentError(
-            "A_log: absent, expected [HV]: `A_log` must be given with use_gate_in_kernel=True unless "
-            "lower_bound is set"
+            "A_log: absent, expected [HV]: `A_log` must be given with use_gate_in_kernel=True "
+            "unless lower_bound is set"
         )
     return GATE_SOFTPLUS, 0.0
 
@@ -154,8 +154,8 @@ def sizes_of(q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, cu: 
     if initial_state is not None:
         if initial_state.shape[0] != N:
             raise ArgumentError(
-                f"initial_state: found {initial_state.shape[0]} states, expected {N}, one a sequence "
-                "of cu_seqlens"
+                f"initial_state: found {initial_state.shape[0]} states, expected {N}, one a "
+                "sequence of cu_seqlens"
             )
     return Sizes(B, T, H, HV, K, V, N)
 

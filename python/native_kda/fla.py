@@ -240,7 +240,7 @@ def enable() -> dict[str, str]:
             )
             _replace(function)
             if not _is_live(function):
-                raise RuntimeError(f"{function}: neither dispatch nor replacement reached native_kda")
+                raise RuntimeError(f"{function}: neither dispatch nor replacement came here")
         how[function] = "replaced" if function in _replaced else "dispatch"
     return how
 

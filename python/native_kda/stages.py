@@ -149,7 +149,7 @@ def state_scan(
     state_v_first: bool = False,
     chunk_size: int = 64,
 ) -> tuple[Any, ...]:
-    """h, v_new and final_state (None unless asked for), and with do also dq_raw = do h^T in fp32."""
+    """h, v_new and final_state (None unless asked for); with do also dq_raw = do h^T in fp32."""
     outputs = ["h", "v_new"]
     outputs += ["final_state"] if output_final_state else []
     outputs += ["dq_raw"] if do is not None else []

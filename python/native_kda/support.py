@@ -9,7 +9,7 @@ from ._problem import UnsupportedError
 
 
 def support_matrix() -> list[dict[str, str]]:
-    """One row for each implementation in this build, fastest first for each operation and device."""
+    """One row an implementation in this build, fastest first for each operation and device."""
     return [
         {
             "operation": _problem.OPERATIONS[operation],

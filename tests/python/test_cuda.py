@@ -1,4 +1,4 @@
-"""torch on a GPU: exactness, streams, graphs, memory. Skipped, with the reason, where there is none."""
+"""torch on a GPU: exactness, streams, graphs, memory. Skipped where there is none."""
 
 import pytest
 import reference

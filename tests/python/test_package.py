@@ -88,6 +88,21 @@ def test_no_symbol_leaks_out_of_the_module():
     assert "PyInit__native" in symbols and not foreign, sorted(foreign)[:10]
 
 
+def test_the_module_needs_only_what_every_system_has():
+    """And what lies beside it. The CUDA runtime in particular is inside."""
+    (module,) = PACKAGE.glob("_native*.so")
+    try:
+        listing = subprocess.run(["readelf", "-d", str(module)], text=True, check=True,
+                                 capture_output=True).stdout
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        pytest.skip("readelf is not installed")
+    needed = re.findall(r"\(NEEDED\).*\[(.*)\]", listing)
+    beside = {path.name for path in PACKAGE.glob("lib*.so*")}
+    system = re.compile(r"(lib(c|m|dl|rt|pthread|stdc\+\+|gcc_s)|ld-linux.*)\.so\.\d+$")
+    assert needed and not [n for n in needed if n not in beside and not system.match(n)]
+    assert "[$ORIGIN]" in listing or not beside
+
+
 def test_doctor():
     result = python("-m", "native_kda.doctor", "--json")
     assert result.returncode == 0, result.stderr

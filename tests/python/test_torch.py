@@ -388,6 +388,22 @@ def test_pool_of_states():
         assert torch.equal(pool[slot], before[slot])
 
 
+def test_inference_mode():
+    """As servers call it: tensors that have no version to count."""
+    with torch.inference_mode():
+        x = inputs(B=2, T=1, grad=False)
+        states = x.pop("initial_state")
+        pool = states.repeat(2, 1, 1, 1)
+        want, after = native_kda.fused_recurrent_kda(**x, **FLAGS, initial_state=states,
+                                                     output_final_state=True)
+        indices = torch.tensor([3, 0], dtype=torch.int32)
+        for _ in range(2):
+            pool[[3, 0]] = states
+            o, _ = native_kda.fused_recurrent_kda(**x, **FLAGS, initial_state=pool,
+                                                  state_indices=indices)
+            assert torch.equal(o, want) and torch.equal(pool[[3, 0]], after)
+
+
 def test_accepted_tokens_alone_change_the_state():
     """PAGED-04: a draft of four tokens of which 0, 2 and 4 are accepted."""
     x = inputs(B=3, T=4, grad=False)
