@@ -97,6 +97,32 @@ def test_the_way_back_to_fla_does_not_come_here(fla):
     assert fla.chunk_kda(**x, **FLAGS)[0] is not None
 
 
+def test_the_state_scan_of_calls_that_stay_with_fla(fla):
+    from fla.ops.common import chunk_delta_h
+
+    kg, w = (0.1 * torch.randn(2, 130, 3, 16) for _ in range(2))
+    u, gamma = torch.randn(2, 130, 3, 8), -torch.rand(2, 130, 3, 16)
+    h0 = torch.randn(2, 3, 16, 8)
+    scan = dict(k=kg, w=w, u=u, gk=gamma, initial_state=h0, output_final_state=True)
+    verify = native_kda.fla._verify
+    assert not verify(native_kda.fla.SCAN, (), scan)[0], "off unless asked for"
+    native_kda.fla.enable(stages=True)
+    h, v_new, s = chunk_delta_h.chunk_gated_delta_rule_fwd_h(**scan)
+    want = native_kda.stages.state_scan(kg, w, u, gamma, h0)
+    assert h.shape == (2, 3, 3, 16, 8) and torch.equal(h.flatten(0, 1), want[0])
+    assert torch.equal(v_new, want[1]) and torch.equal(s, want[2])
+    assert native_kda.fla.hits()[native_kda.fla.SCAN] > 0
+    cu = torch.tensor([0, 65, 130])
+    one = {n: t[:1] if torch.is_tensor(t) and n != "initial_state" else t for n, t in scan.items()}
+    indices = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]])
+    h, _, s = chunk_delta_h.chunk_gated_delta_rule_fwd_h(
+        **one, cu_seqlens=cu, chunk_indices=indices, save_new_value=False)
+    assert h.shape == (1, 4, 3, 16, 8) and s.shape == (2, 3, 16, 8)
+    for change in (dict(g=gamma[..., 0]), dict(gk=None), dict(state_v_first=True),
+                   dict(u=torch.randn(2, 130, 6, 8)), dict(cu_seqlens=cu)):
+        assert not verify(native_kda.fla.SCAN, (), {**scan, **change})[0], change.keys()
+
+
 def refusal(function, arguments):
     try:
         function(**arguments)
