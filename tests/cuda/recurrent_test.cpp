@@ -66,7 +66,7 @@ struct Decode {
   Problem problem;
 };
 
-#define KDA_NEEDS_HOPPER(decode)                                                              \
+#define KDA_NEEDS_HOPPER_FOR(decode)                                                          \
   KDA_NEEDS_GPU();                                                                            \
   if (const Status status = supports((decode).problem, {DeviceType::kCuda, 0}, {kHopper, 0}); \
       !status.ok())                                                                           \
@@ -115,7 +115,7 @@ TEST(CudaRecurrent, HopperIsRightAndHasTheBitsOfThePortableKernel) {
       if (T == 3) spec.gate = Gate::kLowerBound;
       if (T == 2) spec.io = spec.gate_dtype = DType::kF32;
       Decode decode(spec, variant.state);
-      KDA_NEEDS_HOPPER(decode);
+      KDA_NEEDS_HOPPER_FOR(decode);
       const TensorMap hopper = decode.run(kHopper, T != 8);
       expect_right(decode, hopper, describe(variant, T));
       expect_same_bits(hopper, decode.run(kPortable, T != 8), describe(variant, T));
@@ -133,7 +133,7 @@ TEST(CudaRecurrent, HopperKeepsItsRingsApart) {
     CaseSpec spec = decode_spec(enough_sequences(variant), T, 32, 32);
     spec.state_v_first = variant.v_first;
     const Decode decode(spec, variant.state);
-    KDA_NEEDS_HOPPER(decode);
+    KDA_NEEDS_HOPPER_FOR(decode);
     expect_same_bits(decode.run(kHopper), decode.run(kPortable), describe(variant, T));
   }
 }
@@ -143,7 +143,7 @@ TEST(CudaRecurrent, HopperTakesPackedAndAbsentStates) {
   spec.cu_seqlens = {0, 3, 3, 4, 20, 33};
   spec.poison_tail = true;
   Decode decode(spec, DType::kF32);
-  KDA_NEEDS_HOPPER(decode);
+  KDA_NEEDS_HOPPER_FOR(decode);
   for (const bool in_place : {false, true}) {
     expect_same_bits(decode.run(kHopper, in_place), decode.run(kPortable, in_place), "packed");
   }
@@ -195,7 +195,7 @@ TEST(CudaRecurrent, NeighboursInTheBatchDoNotMatter) {
     CaseSpec spec = decode_spec(enough_sequences(variant), 2, 32, 32);
     spec.state_v_first = variant.v_first;
     const Decode batch(spec, variant.state);
-    KDA_NEEDS_HOPPER(batch);
+    KDA_NEEDS_HOPPER_FOR(batch);
     const TensorMap all = batch.run(kHopper);
     for (const int64_t i : {int64_t{0}, spec.sizes.B - 1}) {
       const TensorMap own = alone(batch, i, 2).run("");
@@ -215,7 +215,7 @@ TEST(CudaRecurrent, StepsGiveTheBitsOfADraft) {
     spec.state_v_first = v_first;
     Decode draft(spec, DType::kF32);
     draft.give(kNumAccepted, std::vector<double>(10, 3));
-    KDA_NEEDS_HOPPER(draft);
+    KDA_NEEDS_HOPPER_FOR(draft);
     Decode verify = draft;
     verify.problem.set(kNumAccepted, DType::kNone).set(kFinalState, DType::kNone);
     const HostTensor drafted = verify.run(kHopper, false).at(kO);
@@ -253,7 +253,7 @@ TEST(CudaRecurrent, CountsOfAcceptedTokens) {
     spec.state_v_first = variant.v_first;
     Decode batch(spec, variant.state);
     batch.give(kNumAccepted, counts);
-    KDA_NEEDS_HOPPER(batch);
+    KDA_NEEDS_HOPPER_FOR(batch);
     for (const char* implementation : {kHopper, kPortable}) {
       const TensorMap results = batch.run(implementation);
       for (std::size_t n = 0; n < counts.size(); ++n) {
@@ -293,7 +293,7 @@ TEST(CudaRecurrent, StridedPoolKeepsItsGaps) {
   const TensorLayout pool =
       TensorLayout::strided(DType::kF32, {kSlots, 32, 128, 128}, {state + kGap, 128 * 128, 128, 1});
   decode.problem.set(kInitialState, pool).set(kFinalState, pool);
-  KDA_NEEDS_HOPPER(decode);
+  KDA_NEEDS_HOPPER_FOR(decode);
   HostTensor before(DType::kF32, {kSlots, state + kGap});
   before.poison();
   for (std::size_t n = 0; n < slots.size(); ++n) {
@@ -336,7 +336,7 @@ TEST(CudaRecurrent, GraphFollowsOtherSlotsAndCounts) {
   decode.problem.sizes.P = kSequences;
   decode.give(kStateIndices, std::vector<double>(kSequences, -1));
   decode.give(kNumAccepted, std::vector<double>(kSequences, 0));
-  KDA_NEEDS_HOPPER(decode);
+  KDA_NEEDS_HOPPER_FOR(decode);
   DeviceCase device(decode.problem, decode.c.inputs, 0, {kHopper, 0});
   Args args = device.args();
   args.out(kFinalState, args[kInitialState]);

@@ -29,6 +29,12 @@ std::vector<std::string> PerDevice::tested_families() {
   return GetParam() == DeviceType::kCuda ? std::vector<std::string>{"cuda"} : families_of_cpu();
 }
 
+std::vector<std::string> PerDevice::tested_decoders() {
+  std::vector<std::string> families = tested_families();
+  if (GetParam() == DeviceType::kCuda) families.emplace_back("sm90,cuda");
+  return families;
+}
+
 void PerDevice::expect_right(const cases::Case& c, const std::string& what) {
   const cases::TensorMap expected = cases::reference_outputs(c).value();
   for (const std::string& family : tested_families()) {

@@ -18,6 +18,9 @@ class PerDevice : public testing::TestWithParam<DeviceType> {
   /// The families of implementations for the device.
   static std::vector<std::string> tested_families();
 
+  /// The same for tests that decode: on CUDA also with the fastest kernel that takes a problem.
+  static std::vector<std::string> tested_decoders();
+
   /// Every implementation is within the limits of 7.3 of the float64 recurrence, forward and
   /// backward, with the public dtypes and with fp32 results.
   static void expect_right(const cases::Case& c, const std::string& what = "");

@@ -97,7 +97,7 @@ TEST_P(Reports, VARLEN_10_DecodeOfThousandsOfSequences) {
     spec.gradients = false;
     const Case c = cases::generate(spec);
     const TensorMap expected = cases::reference_outputs(c).value();
-    for (const std::string& family : tested_families()) {
+    for (const std::string& family : tested_decoders()) {
       const TensorMap results = run_operation(recurrent_problem(c), c.inputs, choosing(family));
       EXPECT_EQ(beyond_limits(c, results, expected), "") << family;
     }
@@ -371,7 +371,7 @@ TEST_P(Reports, DIM_01_DIM_02_DIM_05_HeadSizes) {
     const Case c = cases::generate(spec);
     expect_right(c, "K " + std::to_string(K) + " V " + std::to_string(V));
     const TensorMap expected = cases::reference_outputs(c).value();
-    for (const std::string& family : tested_families()) {
+    for (const std::string& family : tested_decoders()) {
       TensorMap results = run_operation(recurrent_problem(c), c.inputs, choosing(family));
       const TensorMap wanted{{kO, expected.at(kO)}, {kFinalState, expected.at(kFinalState)}};
       EXPECT_EQ(beyond_limits(c, results, wanted), "") << family << " recurrent";

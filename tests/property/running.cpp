@@ -40,7 +40,8 @@ const std::vector<std::string>& families() {
 
 Conditions choosing(const std::string& implementation) {
   Conditions conditions;
-  if (implementation.starts_with("cuda")) conditions.device = {DeviceType::kCuda, 0};
+  const bool on_gpu = implementation.starts_with("cuda") || implementation.starts_with("sm90");
+  if (on_gpu) conditions.device = {DeviceType::kCuda, 0};
   conditions.options.implementation = implementation;
   return conditions;
 }

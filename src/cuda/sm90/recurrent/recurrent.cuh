@@ -451,7 +451,9 @@ struct RawToken {
   template <class Layout>
   __device__ __forceinline__ void activate(const Params& p, TokenSlot& to) const {
     Gate<float> gate;
-    if (p.gate.A_log.data) gate.slope = exp(convert<float>(A_log, p.gate.A_log.dtype));
+    if (p.gate.A_log.data) {
+      gate.slope = gate_slope(p.gate, convert<float>(A_log, p.gate.A_log.dtype));
+    }
     Products<float> sums;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
