@@ -2,10 +2,12 @@
 
 usage: python bench/python/call_speed.py [--shapes S1,S3] [--gates softplus,lower_bound] [--no-fla]
            [--repeat N] [--json bench/results/python_calls.json]
+       python bench/python/call_speed.py --cpu [--json FILE]
 
 Both contenders run in one process, alternating; the L2 cache is flushed before each run; the median
 of N runs by CUDA events is reported, after the results of both were compared. bf16; l2norm, gate
-and sigmoid of beta inside; final state asked for.
+and sigmoid of beta inside; final state asked for. With --cpu only the host time of calls on tensors
+of a few elements is measured, most of which is Python.
 """
 
 import argparse
@@ -32,15 +34,20 @@ SHAPES = {  # B, T, H, HV, K, V
 FLAGS = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
 
 
-def inputs(B, T, H, HV, K, V, grad=False):
+def inputs(B, T, H, HV, K, V, grad=False, device="cuda"):
     def draw(*shape):
-        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16).requires_grad_(grad)
+        return torch.randn(*shape, device=device, dtype=torch.bfloat16).requires_grad_(grad)
 
     return dict(
         q=draw(B, T, H, K), k=draw(B, T, H, K), v=draw(B, T, HV, V), g=draw(B, T, HV, K),
         beta=draw(B, T, HV),
-        A_log=torch.rand(HV, device="cuda").add(1).log().requires_grad_(grad),
-        dt_bias=torch.randn(HV * K, device="cuda").mul(0.1).requires_grad_(grad))
+        A_log=torch.rand(HV, device=device).add(1).log().requires_grad_(grad),
+        dt_bias=torch.randn(HV * K, device=device).mul(0.1).requires_grad_(grad))
+
+
+def synchronize():
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def host_microseconds(function, calls=300):
@@ -49,12 +56,12 @@ def host_microseconds(function, calls=300):
         function()
     batches = []
     for _ in range(10):
-        torch.cuda.synchronize()
+        synchronize()
         start = time.perf_counter()
         for _ in range(calls // 10):
             function()
         batches.append((time.perf_counter() - start) / (calls // 10) * 1e6)
-        torch.cuda.synchronize()
+        synchronize()
     return statistics.median(batches)
 
 
@@ -98,10 +105,11 @@ def functions(fla):
     return found
 
 
-def overhead(fla):
-    """B1 T64 H4, as little work as there is: what a call costs the host."""
-    x = inputs(1, 64, 4, 4, 128, 128)
-    xg = inputs(1, 64, 4, 4, 128, 128, grad=True)
+def overhead(fla, device):
+    """A call with as little work as there is: what it costs the host."""
+    sizes = (1, 64, 4, 4, 128, 128) if device == "cuda" else (1, 1, 1, 1, 4, 4)
+    x = inputs(*sizes, device=device)
+    xg = inputs(*sizes, grad=True, device=device)
     rows = {}
     for name, function in functions(fla).items():
         def step():
@@ -114,9 +122,10 @@ def overhead(fla):
         rows[name]["forward_with_autograd_us"] = host_microseconds(
             lambda: function(**xg, **FLAGS, output_final_state=True))
         rows[name]["step_us"] = host_microseconds(step)
-    y = inputs(8, 1, 32, 32, 128, 128)
-    pool = torch.randn(64, 32, 128, 128, device="cuda")
-    indices = torch.arange(8, dtype=torch.int32, device="cuda")
+    sizes = (8, 1, 32, 32, 128, 128) if device == "cuda" else (1, 1, 1, 1, 4, 4)
+    y = inputs(*sizes, device=device)
+    pool = torch.randn(64, *y["v"].shape[2:3], sizes[4], sizes[5], device=device)
+    indices = torch.arange(sizes[0], dtype=torch.int32, device=device)
     rows["native_kda"]["decode_us"] = host_microseconds(
         lambda: native_kda.fused_recurrent_kda(**y, **FLAGS, initial_state=pool,
                                                state_indices=indices))
@@ -158,24 +167,35 @@ def compare(shape, gate, fla, repeat):
     return row
 
 
+def processor():
+    with open("/proc/cpuinfo") as file:
+        return next((row.split(": ")[1].strip() for row in file if "model name" in row), "cpu")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--gates", default="softplus,lower_bound")
     parser.add_argument("--no-fla", action="store_true")
+    parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--repeat", type=int, default=15)
     parser.add_argument("--json")
     given = parser.parse_args()
-    fla = not given.no_fla and importlib.util.find_spec("fla") is not None
+    fla = not given.no_fla and not given.cpu and importlib.util.find_spec("fla") is not None
+    device = "cpu" if given.cpu else "cuda"
+    if given.cpu:
+        given.shapes = ""
+        torch.set_num_threads(1)
     torch.manual_seed(0)
     report = {
         "command": "python " + shlex.join(sys.argv),
-        "machine": torch.cuda.get_device_name(0),
+        "machine": processor() if given.cpu else torch.cuda.get_device_name(0),
         "torch": torch.__version__,
+        "python": sys.version.split()[0],
         "native_kda": native_kda.__version__,
         "fla": __import__("fla").__version__ if fla else None,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "host": overhead(fla),
+        "host": overhead(fla, device),
         "rows": [],
     }
     print(json.dumps(report["host"]), flush=True)

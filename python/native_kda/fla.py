@@ -5,7 +5,8 @@
 
 enable() registers a backend with fla's dispatch of chunk_kda and fused_recurrent_kda, proves by a
 call that the dispatch is live, and puts its own functions in place of fla's where it is not.
-Calls that this library does not take stay with fla, which logs the reason.
+Calls that this library does not take stay with fla, which logs the reason; with stages=True their
+state scan can still run here.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from . import _calls, _log, support
+from . import _calls, _log, stages, support
 from ._problem import UnsupportedError
 
 PRIORITY = 1  # FlashKDA has 3; lower is asked first
@@ -39,8 +40,9 @@ def hits() -> dict[str, int]:
 
 
 def _module(function: str) -> Any:
-    name = "chunk" if function == "chunk_kda" else "fused_recurrent"
-    return importlib.import_module(f"fla.ops.kda.{name}")
+    modules = {"chunk_kda": "kda.chunk", SCAN: "common.chunk_delta_h"}
+    name = modules.get(function, "kda.fused_recurrent")
+    return importlib.import_module(f"fla.ops.{name}")
 
 
 def original(function: str) -> Callable[..., Any]:
@@ -108,14 +110,57 @@ def _recurrent_call(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     return call
 
 
-_CALLS = {"chunk_kda": _chunk_call, "fused_recurrent_kda_fwd": _recurrent_call}
-_NATIVE = {"chunk_kda": _calls.chunk, "fused_recurrent_kda_fwd": _calls.recurrent}
+def _scan_call(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A call of fla's chunk_gated_delta_rule_fwd_h, which scans for several operators."""
+    call = _bind(SCAN, args, kwargs)
+    if call.get("gk") is None or call.get("g") is not None:
+        raise UnsupportedError("only a decay per key channel (gk)")
+    if call["k"].shape[2] != call["u"].shape[2]:
+        raise UnsupportedError("fewer heads of k than of u")
+    if call.get("state_v_first"):
+        raise UnsupportedError("state_v_first: checkpoints are K-first here")
+    packed = call.get("cu_seqlens") is not None
+    if packed and call.get("chunk_indices") is None:
+        raise UnsupportedError("cu_seqlens without chunk_indices, which tell the number of chunks")
+    return call
+
+
+def _scan(call: dict[str, Any]) -> tuple[Any, Any, Any]:
+    h, v_new, final_state = stages.state_scan(
+        call["k"],
+        call["w"],
+        call["u"],
+        call["gk"],
+        call.get("initial_state"),
+        cu_seqlens=call.get("cu_seqlens"),
+        output_final_state=call.get("output_final_state", False),
+        chunk_size=call.get("chunk_size", 64),
+    )
+    B = call["k"].shape[0]
+    if call.get("cu_seqlens") is not None:
+        h = h[: len(call["chunk_indices"])]
+    h = h.reshape(B, h.shape[0] // B, *h.shape[1:])
+    return h, v_new if call.get("save_new_value", True) else None, final_state
+
+
+SCAN = "chunk_gated_delta_rule_fwd_h"
+_CALLS = {
+    "chunk_kda": _chunk_call,
+    "fused_recurrent_kda_fwd": _recurrent_call,
+    SCAN: _scan_call,
+}
+_NATIVE: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "chunk_kda": _calls.chunk,
+    "fused_recurrent_kda_fwd": _calls.recurrent,
+    SCAN: _scan,
+}
 
 
 def _verify(function: str, args: tuple, kwargs: dict[str, Any]) -> tuple[bool, str | None]:
     if getattr(_state, "probe", None) is not None:
         return True, None
-    if not _enabled or getattr(_state, "bypass", False):
+    bypass = getattr(_state, "bypass", False) and function != SCAN
+    if not _enabled or function not in _signatures or bypass:
         return False, "native_kda is not enabled"
     if _log.disabled():
         return False, "NATIVE_KDA_DISABLE is set"
@@ -159,6 +204,14 @@ def _backend_class(base: type) -> type:
         def fused_recurrent_kda_fwd(self, *args: Any, **kwargs: Any) -> Any:
             return _run("fused_recurrent_kda_fwd", args, kwargs)
 
+        def chunk_gated_delta_rule_fwd_h_verifier(
+            self, *args: Any, **kwargs: Any
+        ) -> tuple[bool, str | None]:
+            return _verify(SCAN, args, kwargs)
+
+        def chunk_gated_delta_rule_fwd_h(self, *args: Any, **kwargs: Any) -> Any:
+            return _run(SCAN, args, kwargs)
+
     return NativeKdaBackend
 
 
@@ -168,8 +221,9 @@ def _register() -> str:
         backends = importlib.import_module("fla.backends")  # 0.6 and later
     except ImportError:
         backends = importlib.import_module("fla.ops.backends")
-        registry = importlib.import_module("fla.ops.kda.backends").kda_registry
-        registry.register(_backend_class(backends.BaseBackend)())
+        backend = _backend_class(backends.BaseBackend)
+        importlib.import_module("fla.ops.kda.backends").kda_registry.register(backend())
+        importlib.import_module("fla.ops.common.backends").common_registry.register(backend())
         return "fla.ops.backends"
     backend = _backend_class(backends.BaseBackend)
     try:
@@ -177,6 +231,7 @@ def _register() -> str:
     except KeyError:
         pass  # chunk_kda is not dispatched: the probe finds out
     backends.register("kda")(backend)
+    backends.register("common")(backend)
     return "fla.backends"
 
 
@@ -185,9 +240,10 @@ def _is_live(function: str) -> bool:
     import torch
 
     x = torch.zeros(1, 1, 1, 1)
+    call = dict(k=x, w=x, u=x) if function == SCAN else dict(q=x, k=x, v=x, g=x, beta=x[..., 0])
     _state.probe = False
     try:
-        getattr(_module(function), function)(q=x, k=x, v=x, g=x, beta=x[..., 0])
+        getattr(_module(function), function)(**call)
     except Exception:  # whatever fla itself meets on the CPU, which it does not know
         pass
     arrived = _state.probe
@@ -211,8 +267,12 @@ def _replace(function: str) -> None:
             setattr(module, function, with_native)
 
 
-def enable() -> dict[str, str]:
+def enable(stages: bool = False) -> dict[str, str]:
     """Sends what this library takes of fla's KDA calls here.
+
+    Args:
+        stages: also the state scan of calls that stay with fla (context parallelism, say), where
+            states are K-first.
 
     Returns:
         For each function of fla, how it is reached: "dispatch" through fla's registry, "replaced"
@@ -220,7 +280,7 @@ def enable() -> dict[str, str]:
     """
     global _enabled
     _calls.load_torch()
-    functions = ("chunk_kda", "fused_recurrent_kda_fwd")
+    functions = ("chunk_kda", "fused_recurrent_kda_fwd") + ((SCAN,) if stages else ())
     for function in functions:
         _signatures[function] = inspect.signature(
             _replaced.get(function) or getattr(_module(function), function)
@@ -249,3 +309,4 @@ def disable() -> None:
     """Sends all calls back to fla."""
     global _enabled
     _enabled = False
+    _signatures.clear()

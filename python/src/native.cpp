@@ -266,6 +266,7 @@ nb::list implementations() {
 
 NB_MODULE(_native, m) {
   m.doc() = "The C interface of native-kda.";
+  nb::set_leak_warnings(false);  // plans are kept until the process ends
   unsupported_error = PyErr_NewExceptionWithDoc(
       "native_kda.UnsupportedError",
       "No implementation can do this here; the text names what is missing.",

@@ -66,6 +66,46 @@ def test_calls_of_fla_run_here(fla):
     assert after["fused_recurrent_kda_fwd"] == before.get("fused_recurrent_kda_fwd", 0) + 1
 
 
+def patterns():
+    """What unmodified programs send (docs/fla.md): positional arguments, keywords."""
+    raw = {n: t.to(torch.bfloat16) if n in ("q", "k", "v", "g", "beta") else t
+           for n, t in inputs(33, B=1, H=2, HV=2, K=8, V=8).items()}
+    qkv = tuple(raw.pop(n) for n in ("q", "k", "v"))
+    g, beta, state = raw.pop("g"), raw.pop("beta"), raw.pop("initial_state")
+    decay = -torch.nn.functional.softplus(g.float())
+    cu = torch.tensor([0, 10, 33], dtype=torch.int32)
+    return {
+        "layer of fla": ((), dict(
+            zip("qkv", qkv), g=g, beta=beta, **raw, **FLAGS, initial_state=None, scale=None,
+            output_final_state=False, allow_neg_eigval=False, safe_gate=False, lower_bound=None,
+            state_v_first=True, cu_seqlens=None)),
+        "KimiLinear": (qkv, dict(
+            g=decay, beta=beta.sigmoid(), initial_state=None, output_final_state=True,
+            use_qk_l2norm_in_kernel=True)),
+        "KimiLinear, packed": (qkv, dict(
+            g=decay, beta=beta.sigmoid(), initial_state=None, output_final_state=True,
+            use_qk_l2norm_in_kernel=True, cu_seqlens=cu.long())),
+        "glm5_next": (qkv, dict(
+            g=-5 * torch.sigmoid(g.float()), beta=beta.sigmoid(), initial_state=state,
+            output_final_state=True, use_qk_l2norm_in_kernel=True)),
+        "servers": ((), dict(
+            zip("qkv", qkv), g=g, beta=beta, **raw, **FLAGS, initial_state=state.repeat(2, 1, 1, 1),
+            output_final_state=True, safe_gate=True, lower_bound=-5.0, state_v_first=True,
+            cu_seqlens=cu)),
+    }
+
+
+@pytest.mark.parametrize("program", list(patterns()))
+def test_calls_of_unmodified_programs(fla, program):
+    args, kwargs = patterns()[program]
+    before = native_kda.fla.hits().get("chunk_kda", 0)
+    o, s = fla.chunk_kda(*args, **kwargs)
+    assert native_kda.fla.hits()["chunk_kda"] == before + 1
+    assert native_kda.hits() == {"cpu_chunk_fwd": 1}
+    assert o.dtype == torch.bfloat16 and o.isfinite().all()
+    assert (s is None) != kwargs["output_final_state"]
+
+
 def test_decode_pattern_of_vllm(fla):
     """fused_recurrent_kda_fwd with a pool of states, indices and packed tokens of one each."""
     from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
@@ -95,6 +135,32 @@ def test_the_way_back_to_fla_does_not_come_here(fla):
             native_kda.fla.original(name)(**x, **FLAGS)
     assert native_kda.fla.hits() == before
     assert fla.chunk_kda(**x, **FLAGS)[0] is not None
+
+
+def test_the_state_scan_of_calls_that_stay_with_fla(fla):
+    from fla.ops.common import chunk_delta_h
+
+    kg, w = (0.1 * torch.randn(2, 130, 3, 16) for _ in range(2))
+    u, gamma = torch.randn(2, 130, 3, 8), -torch.rand(2, 130, 3, 16)
+    h0 = torch.randn(2, 3, 16, 8)
+    scan = dict(k=kg, w=w, u=u, gk=gamma, initial_state=h0, output_final_state=True)
+    verify = native_kda.fla._verify
+    assert not verify(native_kda.fla.SCAN, (), scan)[0], "off unless asked for"
+    native_kda.fla.enable(stages=True)
+    h, v_new, s = chunk_delta_h.chunk_gated_delta_rule_fwd_h(**scan)
+    want = native_kda.stages.state_scan(kg, w, u, gamma, h0)
+    assert h.shape == (2, 3, 3, 16, 8) and torch.equal(h.flatten(0, 1), want[0])
+    assert torch.equal(v_new, want[1]) and torch.equal(s, want[2])
+    assert native_kda.fla.hits()[native_kda.fla.SCAN] > 0
+    cu = torch.tensor([0, 65, 130])
+    one = {n: t[:1] if torch.is_tensor(t) and n != "initial_state" else t for n, t in scan.items()}
+    indices = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]])
+    h, _, s = chunk_delta_h.chunk_gated_delta_rule_fwd_h(
+        **one, cu_seqlens=cu, chunk_indices=indices, save_new_value=False)
+    assert h.shape == (1, 4, 3, 16, 8) and s.shape == (2, 3, 16, 8)
+    for change in (dict(g=gamma[..., 0]), dict(gk=None), dict(state_v_first=True),
+                   dict(u=torch.randn(2, 130, 6, 8)), dict(cu_seqlens=cu)):
+        assert not verify(native_kda.fla.SCAN, (), {**scan, **change})[0], change.keys()
 
 
 def refusal(function, arguments):

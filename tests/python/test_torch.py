@@ -123,7 +123,7 @@ def test_what_is_not_asked_for_is_not_computed(monkeypatch):
     assert asked == [["o"], ["dk", "ddt_bias"]]
 
 
-def test_calls_that_differ_are_told_apart():
+def test_calls_that_differ_are_told_apart(monkeypatch):
     """A call seen before skips its checks: only one with equal layouts and options may."""
     x = inputs(T=40, grad=False)
     first = native_kda.chunk_kda(**x, **FLAGS)[0]
@@ -150,8 +150,14 @@ def test_calls_that_differ_are_told_apart():
     assert native_kda.chunk_kda(**grown, **FLAGS)[0].requires_grad
     # Without a gate its parameters have no say.
     plain = dict(x, g=-x["g"].abs())
-    assert torch.equal(native_kda.chunk_kda(**plain)[0], native_kda.chunk_kda(
-        **{**plain, "A_log": None, "dt_bias": None})[0])
+    bare = native_kda.chunk_kda(**{**plain, "A_log": None, "dt_bias": None})[0]
+    for _ in range(2):
+        assert torch.equal(native_kda.chunk_kda(**plain)[0], bare)
+    native_kda.reset_hits()
+    for choice in ("reference", "cpu"):
+        monkeypatch.setenv("KDA_IMPL", choice)
+        native_kda.chunk_kda(**x, **FLAGS)
+    assert native_kda.hits() == {"reference_chunk_fwd": 1, "cpu_chunk_fwd": 1}
 
 
 def test_what_is_remembered_is_bounded(monkeypatch):
@@ -280,8 +286,8 @@ def test_autocast_aligns_the_dtypes():
         native_kda.chunk_kda(**x, **FLAGS)
     x["q"].requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        o, _ = native_kda.chunk_kda(**x, **FLAGS)
-    assert o.dtype == torch.bfloat16
+        o, again = (native_kda.chunk_kda(**x, **FLAGS)[0] for _ in range(2))
+    assert o.dtype == torch.bfloat16 and torch.equal(o, again)
     o.float().sum().backward()
     assert x["q"].grad.dtype == torch.float32
     # Nothing is cast where it need not be.
