@@ -43,11 +43,15 @@ DeviceBuffer::~DeviceBuffer() { cudaFree(address_); }
 void DeviceBuffer::poison() {
   // Without it, initcheck finds reads of what nobody wrote.
   static const bool wanted = std::getenv("KDA_TEST_NO_POISON") == nullptr;
-  if (wanted) require(cudaMemset(address_, kNaN, bytes_));
+  if (!wanted) return;
+  require(cudaMemset(address_, kNaN, bytes_));
+  // The fill is not waited for, and streams that do not wait for the default one could overtake it.
+  require(cudaDeviceSynchronize());
 }
 
 void DeviceBuffer::load(const cases::HostTensor& tensor) {
   require(cudaMemcpy(address_, tensor.bytes.data(), tensor.bytes.size(), cudaMemcpyHostToDevice));
+  require(cudaDeviceSynchronize());  // as above
 }
 
 cases::HostTensor DeviceBuffer::store(DType dtype, std::vector<int64_t> shape) const {
