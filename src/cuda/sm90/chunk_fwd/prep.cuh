@@ -201,7 +201,8 @@ __device__ __forceinline__ void write_tiles(PrepShared<Io, K>& shared, std::byte
     const float2 k = pair_at(shared.rows.raw_k()[row], column) * shared.rk[row];
     const float2 entering = exp2_pair(G[t]);
     const float2 leaving = exp2_pair(decay.end - G[t]);
-    const float2 below = G[t] - decay.reference;
+    // Where a thread has a whole block, its first row is at hand.
+    const float2 below = G[t] - (kTokens == kBlock ? G[0] : decay.reference);
     const float2 up = exp2_pair(below);
     put_pair(&shared.rows.q[row][column], q * up);
     put_pair(&shared.rows.k[row][column], k * up);
@@ -271,9 +272,12 @@ __global__ void __launch_bounds__(kPrepThreads, kIsBf16<Io> ? kPrepBlocksPerSm :
   load_rows<Io, K>(shared.rows.raw_k(), p.k, chunk, head);
   commit_copies();
   float2 G[Traits::kTokens];
-  load_gates(G, p.gate.g, chunk, hv, first, column);
+  const auto sum_own_gates = [&] {
+    load_gates(G, p.gate.g, chunk, hv, first, column);
+    sum_gates(G, p.gate, hv, chunk.rows - first, column);
+  };
+  sum_own_gates();
   load_beta(shared.beta, p, chunk, hv);
-  sum_gates(G, p.gate, hv, chunk.rows - first, column);
   *reinterpret_cast<float2*>(&shared.firsts[segment][column]) = G[0];
   *reinterpret_cast<float2*>(&shared.totals[segment][column]) = G[Traits::kTokens - 1];
   wait_for_copies<0>();
@@ -282,17 +286,19 @@ __global__ void __launch_bounds__(kPrepThreads, kIsBf16<Io> ? kPrepBlocksPerSm :
   const ColumnDecay decay = add_segments(shared, G, segment, column);
   const float2 range = decay.reference - G[Traits::kTokens - 1];  // decays only add up
   const bool has_far = __syncthreads_or(range.x > kFarRow || range.y > kFarRow) != 0;
+  if (segment == 0) {
+    *reinterpret_cast<float2*>(record + Record<K>::kDecay + column * 4) = exp2_pair(decay.end);
+  }
   if (first < kBlock) {
     write_tiles<Io, K, true>(shared, record, G, decay, first, column);
   } else {
     write_tiles<Io, K, false>(shared, record, G, decay, first, column);
   }
-  if (segment == 0) {
-    *reinterpret_cast<float2*>(record + Record<K>::kDecay + column * 4) = exp2_pair(decay.end);
-  }
   __syncthreads();
   compute_scores(shared);
   if (has_far) {
+    sum_own_gates();  // once more: kept until here, they would not fit into the registers
+    add_segments(shared, G, segment, column);
 #pragma unroll
     for (int t = 0; t < Traits::kTokens; ++t) put_pair(&shared.G()[first + t][column], G[t]);
     __syncthreads();
