@@ -65,6 +65,7 @@ bool are_states(TensorId a, TensorId b) {
 /// Slots that no sequence names and states that keep no token are not written: in memory of their
 /// own they would stay undefined.
 Status check_in_place(const Problem& problem, const Args& args) {
+  if (!problem.has(TensorId::kFinalState)) return {};
   if (same_memory(problem, args, TensorId::kInitialState, TensorId::kFinalState)) return {};
   for (const auto& [id, what] : {std::pair{TensorId::kStateIndices, "the pool is"},
                                  std::pair{TensorId::kNumAccepted, "states are"}}) {

@@ -334,7 +334,6 @@ Status check_needs(const Problem& problem) {
       Need{Operation::kWu, TensorId::kU, TensorId::kV},
       Need{Operation::kStateScan, TensorId::kDqRaw, TensorId::kDo},
       Need{Operation::kRecurrent, TensorId::kStateIndices, TensorId::kInitialState},
-      Need{Operation::kRecurrent, TensorId::kStateIndices, TensorId::kFinalState},
       Need{Operation::kRecurrent, TensorId::kNumAccepted, TensorId::kInitialState},
       Need{Operation::kRecurrent, TensorId::kNumAccepted, TensorId::kFinalState},
   };
@@ -344,6 +343,20 @@ Status check_needs(const Problem& problem) {
       return invalid("{}: absent, expected it because {} is present", name_of(need.input),
                      name_of(need.output));
     }
+  }
+  return {};
+}
+
+/// States that are updated in place have one type. Their addresses are checked at the run.
+Status check_in_place_types(const Problem& problem) {
+  const DType initial = problem[TensorId::kInitialState].dtype;
+  const DType final = problem[TensorId::kFinalState].dtype;
+  for (const TensorId id : {TensorId::kStateIndices, TensorId::kNumAccepted}) {
+    if (!problem.has(id) || final == DType::kNone || final == initial) continue;
+    return invalid(
+        "final_state: found dtype {}, expected {} like initial_state: with {} it is the "
+        "same memory",
+        name_of(final), name_of(initial), name_of(id));
   }
   return {};
 }
@@ -363,6 +376,7 @@ Result<Problem> Problem::validated() const {
     if (Status status = resolve_tensor(problem, spec); !status.ok()) return status;
   }
   if (Status status = check_needs(problem); !status.ok()) return status;
+  if (Status status = check_in_place_types(problem); !status.ok()) return status;
   return problem;
 }
 

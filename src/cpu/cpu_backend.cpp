@@ -98,7 +98,7 @@ class CpuExecutor final : public Executor {
     }
   }
 
-  /// state_indices: -1 or a slot of the pool, no slot twice.
+  /// state_indices: -1 or a slot of the pool; where states are written, no slot twice.
   static Status check_indices(const Run& run) {
     const View& indices = run[TensorId::kStateIndices];
     if (!indices) return {};
@@ -111,7 +111,7 @@ class CpuExecutor final : public Executor {
         return {StatusCode::kInvalidArgument,
                 fmt::format("state_indices[{}]: found {}, expected -1..{}", i, slot, P - 1)};
       }
-      if (slot == -1) continue;
+      if (slot == -1 || !run.problem.has(TensorId::kFinalState)) continue;
       if (used[static_cast<std::size_t>(slot)]) {
         return {StatusCode::kInvalidArgument,
                 fmt::format("state_indices[{}]: found {}, expected a slot that no earlier sequence "

@@ -92,7 +92,8 @@ Status wrong_slot(int64_t sequence, int32_t slot, const std::string& expected) {
           fmt::format("state_indices[{}]: found {}, expected {}", sequence, slot, expected)};
 }
 
-/// The pool slots, checked; a sequence's own index without state_indices.
+/// The pool slots, checked; a sequence's own index without state_indices. Where states are written,
+/// no slot may occur twice.
 Status read_slots(const Run& run, std::vector<Share>& shares) {
   const View indices = run.view(TensorId::kStateIndices);
   std::vector<bool> used(indices ? static_cast<std::size_t>(run.problem.sizes.P) : 0);
@@ -106,6 +107,7 @@ Status read_slots(const Run& run, std::vector<Share>& shares) {
     if (slot < -1 || slot >= run.problem.sizes.P) {
       return wrong_slot(row, slot, fmt::format("-1..{}", run.problem.sizes.P - 1));
     }
+    if (!run.problem.has(TensorId::kFinalState)) continue;
     if (used[static_cast<std::size_t>(slot)]) {
       return wrong_slot(row, slot, "a slot that no earlier sequence has");
     }

@@ -69,6 +69,28 @@ TEST(FastRecurrentPool, TouchesNamedSlotsOnly) {
   expect_close(reference, run(pool.problem, pool.inputs, {0, true, "cpu"}));
 }
 
+// A draft is verified on the pool itself: nothing is written, and several drafts may start from one
+// slot.
+TEST(FastRecurrentPool, WithoutFinalStateItIsOnlyRead) {
+  for (const char* family : {"cpu", "reference"}) {
+    Pool pool = pool_of({3, -1, 0});
+    const Tensors written = run(pool.problem, pool.inputs, {0, true, family});
+    pool.problem.set(kFinalState, DType::kNone);
+    const Tensors read = run(pool.problem, pool.inputs, {0, false, family});
+    EXPECT_EQ(read.count(kFinalState), 0u);
+    EXPECT_EQ(read.at(kO), written.at(kO));
+
+    Pool twice = pool_of({3, 3, 3});
+    twice.problem.set(kFinalState, DType::kNone);
+    const Tensors same = run(twice.problem, twice.inputs, {0, false, family});
+    const std::size_t row = same.at(kO).size() / 3;
+    const Values first(same.at(kO).begin(), same.at(kO).begin() + static_cast<std::ptrdiff_t>(row));
+    const Values expected(written.at(kO).begin(),
+                          written.at(kO).begin() + static_cast<std::ptrdiff_t>(row));
+    EXPECT_EQ(first, expected);
+  }
+}
+
 TEST(FastRecurrentPool, RefusesWrongIndices) {
   for (const Values& indices : {Values{3, 5, 0}, Values{-2, 1, 0}, Values{3, 1, 3}}) {
     const Pool pool = pool_of(indices);

@@ -162,10 +162,13 @@ TEST_F(CheckArgs, APoolIsUpdatedInPlace) {
   expect_refused({"final_state: with state_indices", "the same memory as initial_state"});
   args_.out(kFinalState, args_[kInitialState]);
   EXPECT_TRUE(check().ok()) << check().message();
-  problem_.set(kFinalState, DType::kF16);
+  problem_.set(kFinalState, TensorLayout::strided(DType::kF32, {3, 2, 4, 4}, {40, 20, 4, 1}));
   place_all();
   args_.out(kFinalState, args_[kInitialState]);
   expect_refused({"final_state: with state_indices", "address, dtype and strides"});
+  problem_.set(kFinalState, DType::kNone);  // only read
+  place_all();
+  EXPECT_TRUE(check().ok()) << check().message();
 }
 
 TEST_F(CheckArgs, StatesWithCountsOfAcceptedTokensAreUpdatedInPlace) {

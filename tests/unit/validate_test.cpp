@@ -364,13 +364,21 @@ const std::vector<Refusal> kNeeds = {
        p.sizes.P = 3;
      },
      {"initial_state: absent", "because state_indices is present"}},
-    {"PoolNeedsFinalState",
+    {"PoolOfOneType",
      [] { return stage(Operation::kRecurrent); },
      [](Problem& p) {
        p.set(kStateIndices, DType::kI32).set(kInitialState, DType::kF32);
+       p.set(kFinalState, DType::kBF16);
        p.sizes.P = 3;
      },
-     {"final_state: absent", "because state_indices is present"}},
+     {"final_state: found dtype bf16", "expected fp32", "with state_indices"}},
+    {"AcceptedStatesOfOneType",
+     [] { return stage(Operation::kRecurrent); },
+     [](Problem& p) {
+       p.set(kNumAccepted, DType::kI32).set(kInitialState, DType::kBF16);
+       p.set(kFinalState, DType::kF32);
+     },
+     {"final_state: found dtype fp32", "expected bf16", "with num_accepted"}},
     {"DtypeOfNumAccepted",
      [] { return stage(Operation::kRecurrent); },
      [](Problem& p) {
