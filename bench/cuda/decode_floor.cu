@@ -1,6 +1,5 @@
 // What the memory allows a decode step: the bytes of the states of a batch, 32 heads of 64 KiB,
-// moved without arithmetic, timed as `kda bench` times (events around the launch, L2 overwritten
-// before).
+// moved without arithmetic, timed as `kda bench` times (events around the launch, L2 overwritten).
 //
 //   kda_decode_floor [REPEATS]     one JSON object a line
 //
@@ -8,8 +7,7 @@
 //   copy               device-to-device copy of as many bytes into other memory
 //   read_modify_write  each thread scales four 16-byte vectors in place
 //   bulk_equal         one block an SM, bulk loads and stores through three stages of shared
-//   memory,
-//                      equal shares of the states
+//                      memory, equal shares of the states
 //   bulk_counter       the same, states taken from a counter that was zeroed before the events
 #include <algorithm>
 #include <cstdint>
@@ -113,8 +111,7 @@ struct Bench {
     const auto at = [&](std::size_t percent) { return times[(times.size() - 1) * percent / 100]; };
     std::printf(
         "{\"kernel\": \"%s\", \"batch\": %d, \"bytes\": %zu, \"median_ms\": %.5f, \"p20_ms\": "
-        "%.5f, "
-        "\"p80_ms\": %.5f, \"gb_per_s\": %.1f}\n",
+        "%.5f, \"p80_ms\": %.5f, \"gb_per_s\": %.1f}\n",
         name, batch, 2 * bytes, at(50), at(20), at(80),
         2 * static_cast<double>(bytes) / at(50) * 1e-6);
   }

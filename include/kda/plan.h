@@ -18,7 +18,8 @@ namespace kda {
 struct Options {
   /// Implementation to use: a name ("cpu_chunk_fwd"), a family ("cpu", "reference"), or several
   /// separated by commas. Empty: environment variable KDA_IMPL, else the first that supports the
-  /// problem. An explicit choice never falls back; a word that is neither is refused.
+  /// problem. No row outside the choice is taken (which kernels run: docs/api.md, Plan); a word
+  /// that is neither is refused.
   std::string implementation;
   /// Threads of the CPU backend; 0 = OpenMP's default. Results do not depend on it.
   int32_t threads = 0;
@@ -50,7 +51,7 @@ class Plan {
   /// The validated problem.
   const Problem& problem() const;
   const Device& device() const;
-  /// For example "cpu_chunk_fwd".
+  /// The row that was chosen, for example "cpu_chunk_fwd".
   std::string_view implementation() const;
   /// Scratch memory that one run needs; runs at the same time need one workspace each.
   std::size_t workspace_bytes() const;

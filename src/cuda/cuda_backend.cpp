@@ -54,7 +54,8 @@ constexpr std::array kRows = {
         "or 256",
         kMakeStateScan},
     Implementation{"sm90_recurrent", kHopper, Operation::kRecurrent, DeviceType::kCuda,
-                   "K = V = 128, contiguous states of fp32 or bf16; the bits of cuda_recurrent",
+                   "Hopper (sm_90): K = V = 128, contiguous states of fp32 or bf16, as many as the "
+                   "GPU has SMs or with 4 tokens each; the bits of cuda_recurrent",
                    kMakeRecurrent},
     generic<cuda::chunk_fwd>("cuda_chunk_fwd", Operation::kChunkForward),
     // Behind the generic row until its accuracy on correlated keys is settled.

@@ -38,7 +38,7 @@ void add_common(CLI::App& app, Common& common) {
                  "Implementations to use: a family or names, with commas between, as kda support "
                  "lists them; never falls back");
   app.add_option("--threads", common.threads, "CPU threads; 0 for all")
-      ->check(CLI::Range(0, 4096))
+      ->check(CLI::Range(0, 1024))
       ->capture_default_str();
 }
 
@@ -96,8 +96,8 @@ void add_bench(CLI::App& app, BenchCommand& command) {
   add_shape(*sub, command.shape, command.dtype, command.gate);
   sub->add_option(
       "--suite", command.suite,
-      "train (forward, backward), prefill (forward), decode (one token, state in place), "
-      "stages or host (what a call costs its thread); at --shape if given");
+      "train (forward, backward), prefill (forward), decode (state in place, one token; on "
+      "CUDA 1, 4 and 8), stages or host (what a call costs its thread); at --shape if given");
   sub->add_option("--repeat", command.repeat, "Timed runs, fewer if they take over 10 s")
       ->check(CLI::Range(1, 100000))
       ->capture_default_str();

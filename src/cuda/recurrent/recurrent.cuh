@@ -1,10 +1,12 @@
 // recurrent_step: decode at the speed of memory. The state passes once through registers, whatever
 // the number of tokens.
 //
-// Grid: (sequence, value head, kRecurrentColumns columns of V), one block of 4 warps each. All
-// loads of the state are issued before anything else; while they fly, warp w activates tokens w, w
-// + 4,
-// ... of the first eight into shared memory (q, k, decay, v, beta, <q, k>).
+// Grid: (sequence, value head, p.columns columns of V: 32 or 64 to 128), one block of 4 warps each.
+// It goes through them kRecurrentColumns at a time: cp.async brings the state of the next ones into
+// one of two stages of shared memory while the others are computed on. Beside the first copy up to
+// eight tokens are activated into shared memory, once for all columns (longer sequences: once for
+// each kRecurrentColumns): q, k and decay a thread a channel, v a thread a column, then the norms
+// and <q, k> a warp a token.
 //
 // A token needs both St^T k and St^T q. One reduction gives both, because
 // S^T q = St^T q + <q, k> u.

@@ -149,7 +149,7 @@ __device__ __forceinline__ Real beta_of(const RecurrentParams& p, Real x) {
 }
 
 // One token on one element, one column. Which products are fused into additions is written out, so
-// that every kernel gives the same bits.
+// that recurrent_step and sm90_recurrent give the same bits; recurrent_any does not use these.
 
 /// (2.1), and the element's share of St^T k.
 template <class Real>

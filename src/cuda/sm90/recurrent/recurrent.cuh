@@ -23,8 +23,7 @@
 //   ready[slot]      the token's warp -> consumers
 //   free[slot]       8 consumer warps -> token warps
 // and bar.sync 1 and 2: the four consumer warps of a half of the columns (K-first only). Every lane
-// of a warp arrives for itself: it costs no time that could be measured, and racecheck can follow
-// it.
+// of a warp arrives for itself: no time that could be measured, and racecheck can follow it.
 //
 // Sums run in the order of recurrent_step (cuda/recurrent/recurrent.cuh): the same bits.
 #pragma once

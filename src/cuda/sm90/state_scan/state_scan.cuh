@@ -26,8 +26,7 @@
 //
 // Barriers (mbarriers, the first two per stage):
 //   full     33 arrivals + bytes: the load lane arms it and TMA completes it, the lanes of the
-//   decay
-//            warp arrive; state and dq warpgroups wait.
+//            decay warp arrive; state and dq warpgroups wait.
 //   empty    every state thread and one lane a dq warp arrive; load and decay warp wait.
 //   h_full, h_read       dq_raw: h is in the staging (state -> dq), and was read (dq -> state).
 //   landing_full, _free  dq_raw in a cluster: the other block's dq threads arrive.
