@@ -135,7 +135,9 @@ Result<Question> prepare(const Problem& problem, const Device& device, const Opt
   Result<std::vector<const Implementation*>> rows = candidates(*validated, device, options);
   if (!rows.ok()) return rows.status();
   Options with_choice = options;
-  with_choice.implementation = requested_implementation(options).text;
+  std::string text = requested_implementation(options).text;
+  if (split(text).empty()) text.clear();  // separators alone choose nothing
+  with_choice.implementation = std::move(text);
   return Question{*validated, std::move(with_choice), std::move(*rows)};
 }
 
