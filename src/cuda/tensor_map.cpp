@@ -53,7 +53,9 @@ Status make_tensor_map(CUtensorMap& map, const char* name, const Tensor& tensor,
   for (std::size_t i = 0; i < 4; ++i) {
     extent[i] = static_cast<cuuint64_t>(shape.extent[i]);
     box[i] = static_cast<cuuint32_t>(shape.box[i]);
-    if (i > 0) stride_bytes[i - 1] = static_cast<cuuint64_t>(shape.stride[i] * kElementBytes);
+    // Nothing steps along a dimension of one entry; its stride may be none that TMA takes.
+    const int64_t bytes = shape.extent[i] > 1 ? shape.stride[i] * kElementBytes : kAlignment;
+    if (i > 0) stride_bytes[i - 1] = static_cast<cuuint64_t>(bytes);
   }
   const bool fp16 = tensor.dtype == static_cast<int32_t>(DType::kF16);
   const CUresult result =

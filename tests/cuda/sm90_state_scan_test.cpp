@@ -323,6 +323,7 @@ TEST(Sm90StateScan, ReasonsNameTheFeature) {
   EXPECT_NE(reason(sizes, DType::kBF16, [](Problem& p) { p.set(kVNew, DType::kF32); })
                 .find("fp32 tensors beside bf16 ones (v_new)"),
             std::string::npos);
+  EXPECT_EQ(reason(sizes, DType::kBF16, [](Problem& p) { p.set(kDo, DType::kF32); }), "");
   EXPECT_NE(reason({1, 100, 1, 1, 128, 192, 0, 0}, DType::kBF16,
                    [](Problem& p) { p.set(kDo, DType::kBF16).set(kDqRaw, DType::kF32); })
                 .find("dq_raw with V = 192"),

@@ -43,10 +43,15 @@ bool has_whole_rows(const TensorLayout& layout) {
          layout.stride[2] % 4 == 0;
 }
 
+/// Given or wanted, and looked at: do is read for dq_raw only.
+bool takes_part(const Problem& problem, TensorId id) {
+  return problem.has(id) && (id != kDo || problem.has(kDqRaw));
+}
+
 std::string layout_obstacle(const Problem& problem) {
   const Sizes& s = problem.sizes;
   for (const TensorId id : {kKg, kW, kU, kVNew, kH, kDo}) {
-    if (!problem.has(id)) continue;
+    if (!takes_part(problem, id)) continue;
     const Tensor t = layout_of(problem, id);
     const int64_t width = id == kKg || id == kW ? s.K : s.V;
     const char* const obstacle =
@@ -111,7 +116,7 @@ void stage_state_scan(Pipeline& run) {
   const ScanRequest request{
       {run[kKg], run[kW], run[kU], run[kGamma], run.state(kInitialState), run[kH], run[kVNew],
        run.state(kFinalState), run.heads(), run.sequences()},
-      run[kDo],
+      takes_part(run.problem(), kDo) ? run[kDo] : Tensor{},
       run[kDqRaw]};
   if (is_aligned(request)) {
     run(launch_state_scan, request);
@@ -138,7 +143,7 @@ std::string state_scan_obstacle(const Problem& problem) {
   if (io != DType::kBF16 && io != DType::kF16) return fmt::format("{} tensors (kg)", name_of(io));
   for (const TensorId id : {kW, kU, kH, kVNew, kDo}) {
     const DType dtype = problem[id].dtype;
-    if (problem.has(id) && dtype != io) {
+    if (takes_part(problem, id) && dtype != io) {
       return fmt::format("{} tensors beside {} ones ({})", name_of(dtype), name_of(io),
                          name_of(id));
     }
