@@ -18,9 +18,18 @@ std::string no_gpu() { return cuda_unavailable_reason(); }
 
 std::string no_hopper() {
   if (std::string reason = no_gpu(); !reason.empty()) return reason;
+#if !KDA_HAS_SM90
+  return "this build holds no code for compute capability 9.0";
+#endif
   int major = 0;
   require(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
   return major == 9 ? "" : "the GPU is no Hopper";
+}
+
+Options choosing(std::string_view implementation) {
+  Options options;
+  options.implementation = implementation;
+  return options;
 }
 
 void require(cudaError_t error) {

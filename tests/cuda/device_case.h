@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <map>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -21,11 +22,13 @@ std::string no_gpu();
 #define KDA_NEEDS_GPU() \
   if (const std::string reason = kda::test::no_gpu(); !reason.empty()) GTEST_SKIP() << reason
 
-/// The same for a Hopper GPU.
+/// The same for a Hopper GPU and a build with code for it.
 std::string no_hopper();
 
 #define KDA_NEEDS_HOPPER() \
   if (const std::string reason = kda::test::no_hopper(); !reason.empty()) GTEST_SKIP() << reason
+
+Options choosing(std::string_view implementation);
 
 /// Throws kda::Error with the CUDA error.
 void require(cudaError_t error);

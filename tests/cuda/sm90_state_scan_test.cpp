@@ -23,12 +23,6 @@ using enum TensorId;
 
 const Device kGpu{DeviceType::kCuda, 0};
 
-Options choosing(std::string_view name) {
-  Options options;
-  options.implementation = name;
-  return options;
-}
-
 /// One operation by the reference, on the tensors there are.
 void add_outputs(TensorMap& tensors, Problem problem, const TensorMap& wanted_dtypes_of,
                  std::initializer_list<std::pair<TensorId, DType>> outputs) {

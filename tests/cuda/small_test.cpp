@@ -75,22 +75,26 @@ TEST(CudaSmall, ARCH_01_EveryShapeOfTiles) {
   }
 }
 
+void run_recurrent(const Sizes& sizes, DType state, bool v_first) {
+  CaseSpec spec = with_everything(sizes, DType::kBF16);
+  spec.state_v_first = v_first;
+  spec.gradients = false;
+  Case c = cases::generate(spec);
+  HostTensor& h0 = c.inputs.at(kInitialState);
+  h0 = cases::converted(h0, state);
+  Problem problem = forward_problem(c);
+  problem.operation = Operation::kRecurrent;
+  problem.set(kInitialState, state).set(kFinalState, state);
+  DeviceCase device(problem, c.inputs);
+  device.run();
+  expect_finite(device.outputs());
+}
+
 TEST(CudaSmall, RecurrentStates) {
   KDA_NEEDS_GPU();
   for (const DType state : {DType::kF32, DType::kBF16}) {
     for (const bool v_first : {false, true}) {
-      CaseSpec spec = with_everything({3, 9, 1, 2, 128, 64, 0, 0}, DType::kBF16);
-      spec.state_v_first = v_first;
-      spec.gradients = false;
-      Case c = cases::generate(spec);
-      HostTensor& h0 = c.inputs.at(kInitialState);
-      h0 = cases::converted(h0, state);
-      Problem problem = forward_problem(c);
-      problem.operation = Operation::kRecurrent;
-      problem.set(kInitialState, state).set(kFinalState, state);
-      DeviceCase device(problem, c.inputs);
-      device.run();
-      expect_finite(device.outputs());
+      run_recurrent({3, 9, 1, 2, 128, 64, 0, 0}, state, v_first);
     }
   }
 }
@@ -100,19 +104,7 @@ TEST(CudaSmall, RecurrentStream) {
   KDA_NEEDS_GPU();
   for (const DType state : {DType::kF32, DType::kBF16}) {
     for (const bool v_first : {false, true}) {
-      CaseSpec spec = with_everything({state == DType::kF32 ? 14 : 27, 2, 32, 32, 128, 128, 0, 0},
-                                      DType::kBF16);
-      spec.state_v_first = v_first;
-      spec.gradients = false;
-      Case c = cases::generate(spec);
-      HostTensor& h0 = c.inputs.at(kInitialState);
-      h0 = cases::converted(h0, state);
-      Problem problem = forward_problem(c);
-      problem.operation = Operation::kRecurrent;
-      problem.set(kInitialState, state).set(kFinalState, state);
-      DeviceCase device(problem, c.inputs);
-      device.run();
-      expect_finite(device.outputs());
+      run_recurrent({state == DType::kF32 ? 14 : 27, 2, 32, 32, 128, 128, 0, 0}, state, v_first);
     }
   }
 }
