@@ -145,7 +145,7 @@ def char_lm_section(report: dict) -> str:
 _SECTIONS = {
     "docs/python.md": [
         ("calls", call_section, "cuda_h200_python.json", "bench/python/call_speed.py"),
-        ("host", host_section, "cuda_h200_python.json", "bench/python/call_speed.py"),
+        ("host", host_section, "cuda_h200_python_host.json", "bench/python/call_speed.py"),
     ],
     "docs/fla.md": [
         ("fla tests", fla_tests_section, "cuda_h200_fla_tests.json", "bench/python/fla_plugin.py"),
