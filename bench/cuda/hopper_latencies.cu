@@ -1,15 +1,16 @@
 // Latencies, in cycles of an SM: one thread waits for each load or copy before it starts the next.
 #include "hopper_latencies.h"
 
+#include <cuda.h>
+#include <cudaTypedefs.h>
 #include <cuda/ptx>
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <vector>
 
-#include "cuda/tensor_map.h"
 #include "cuda/tile/ring.cuh"
-#include "kda/types.h"
 #include "timing.h"
 
 namespace kda::bench {
@@ -145,16 +146,25 @@ void print_latency(const char* name, unsigned bytes, unsigned steps, const Launc
               static_cast<double>(found[kLaunches / 2]) / steps);
 }
 
+/// The tokens of one head with 64 channels in 16 bits, and boxes of 64 of them.
 CUtensorMap map_of(void* memory) {
-  constexpr int64_t kTokens = int64_t{kSteps} * kLineBytes / 128;
-  Tensor tensor;
-  tensor.data = memory;
-  tensor.dtype = static_cast<int32_t>(DType::kBF16);
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+  require(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                           cudaEnableDefault, &found));
+  const auto encode = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
+  constexpr cuuint64_t kExtent[] = {64, 1, kSteps * (kLineBytes / 128), 1};
+  constexpr cuuint64_t kStrideBytes[] = {128, 128, 128};
+  constexpr cuuint32_t kBox[] = {64, 1, 64, 1};
+  constexpr cuuint32_t kStep[] = {1, 1, 1, 1};
   CUtensorMap map{};
-  const Status status = make_tensor_map(map, "memory", tensor,
-                                        {{64, 1, kTokens, 1}, {1, 64, 64, 64}, {64, 1, 64, 1}});
-  if (status.ok()) return map;
-  std::fprintf(stderr, "%s\n", status.message().c_str());
+  if (encode != nullptr && encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, memory, kExtent,
+                                  kStrideBytes, kBox, kStep, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                  CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS) {
+    return map;
+  }
+  std::fprintf(stderr, "cuTensorMapEncodeTiled: absent or refused\n");
   std::exit(1);
 }
 
