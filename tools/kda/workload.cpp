@@ -57,8 +57,8 @@ Workload decode_in_pool(const Sizes& sizes, const BenchOptions& options, DType s
   Workload workload = decode(sizes, options, state, false);
   workload.problem.sizes.P = sizes.B;
   workload.problem.set(TensorId::kStateIndices, DType::kI32);
-  workload.active = 1 - static_cast<double>(sizes.B / kSkipped) /
-                            static_cast<double>(std::max<int64_t>(sizes.B, 1));
+  const int64_t skipped = sizes.B / kSkipped;
+  workload.active = static_cast<double>(sizes.B - skipped) / static_cast<double>(sizes.B);
   return workload;
 }
 
