@@ -70,14 +70,17 @@ for tool in memcheck racecheck initcheck synccheck; do
     echo "== sanitizer_$tool: skipped, compute-sanitizer is not installed"
     continue
   fi
+  list='CudaSmall.*:Sm90StateScan.PackedSeq*'
   if [ "$tool" = initcheck ]; then
     export KDA_TEST_NO_POISON=1
+    # It takes what bulk copies write for unwritten; there the poison of the other runs shows gaps.
+    list='CudaSmall.*-CudaSmall.RecurrentStream'
   else
     unset KDA_TEST_NO_POISON
   fi
   run "sanitizer_$tool" compute-sanitizer --tool "$tool" --error-exitcode 1 --print-limit 20 \
     "$build/tests/cuda/kda_cuda_tests" --gtest_brief=1 \
-    --gtest_filter='CudaSmall.*:Sm90StateScan.PackedSeq*'
+    --gtest_filter="$list"
 done
 
 for suite in decode train stages host; do
