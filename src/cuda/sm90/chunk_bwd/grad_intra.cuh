@@ -97,15 +97,17 @@ __device__ __forceinline__ float score_gradient(const GradShared<K>& shared, int
 
 /// What token t of channel k takes from its far diagonal block: added to (dq2, z, dkc).
 template <int K>
-__device__ __noinline__ float3 far_sums(const GradShared<K>& shared, int t, int k) {
+__device__ __forceinline__ float3 far_sums(const GradShared<K>& shared, int t, int k) {
   float3 sum{0, 0, 0};
   const int first = t / kBlock * kBlock;
+#pragma unroll 1
   for (int j = first; j < t; ++j) {
     const float y = __bfloat162float(shared.k[j][k]) * shared.norm[1][j] *
                     exp2_of(shared.G[t][k] - shared.G[j][k]);
     sum.x = fmaf(score_gradient(shared, t, t, j), y, sum.x);
     sum.y = fmaf(score_gradient(shared, kChunk + t, t, j), y, sum.y);
   }
+#pragma unroll 1
   for (int i = t + 1; i < first + kBlock; ++i) {
     const float decay = exp2_of(shared.G[i][k] - shared.G[t][k]);
     const float q = __bfloat162float(shared.q[i][k]) * shared.norm[0][i];
