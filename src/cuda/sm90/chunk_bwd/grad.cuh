@@ -161,9 +161,9 @@ struct GradBlock {
       if (warp < 4) put_scores_gradient(shared, scores, p.scale, p.mantissa, warp, lane);
     }
     __syncthreads();
-    put_intra_tiles(shared, segment, column);
+    const bool far = put_intra_tiles(shared, segment, column);
     ptx::fence_proxy_async(ptx::space_shared);
-    __syncthreads();
+    const bool has_far = __syncthreads_or(far) != 0;
     GradFinish<K> finish(shared, p, work, warp, lane);
     finish.scale_rows(S);
     multiply_rows(S);
@@ -174,7 +174,7 @@ struct GradBlock {
       multiply_columns(x);
       finish.fold_columns(dkx, dkc, x);
     }
-    finish.run(S, dkx, dkc);
+    finish.run(S, dkx, dkc, has_far);
   }
 };
 

@@ -247,8 +247,9 @@ struct GradFinish {
   }
 
   /// S as fold_rows left it, dkx and dkc as fold_columns did.
-  __device__ __forceinline__ void run(float (&S)[32], float (&dkx)[16], float (&dkc)[16]) const {
-    add_far(S, dkc);
+  __device__ __forceinline__ void run(float (&S)[32], float (&dkx)[16], float (&dkc)[16],
+                                      bool has_far) const {
+    if (has_far) add_far(S, dkc);
     combine(S, dkx, dkc);
     __syncthreads();
     finish_sums();

@@ -28,9 +28,9 @@ __device__ __forceinline__ ChannelGate channel_gate(const GradShared<K>& shared,
   return gate;
 }
 
-/// Operands of the intra products; a thread has a column pair and 8 tokens.
+/// Operands of the intra products; a thread has a column pair and 8 tokens. Whether it is far.
 template <int K>
-__device__ __forceinline__ void put_intra_tiles(GradShared<K>& shared, int segment, int column) {
+__device__ __forceinline__ bool put_intra_tiles(GradShared<K>& shared, int segment, int column) {
   constexpr int kTokens = GradTraits<K>::kTokens;
   unsigned char* const columns = shared.intra.columns[column / 64];
   unsigned char* const rows = shared.intra.rows[column / 64];
@@ -56,6 +56,7 @@ __device__ __forceinline__ void put_intra_tiles(GradShared<K>& shared, int segme
     put(columns, t + block * kBlock, down);
     if (block == 0) put(columns, kBlock + t, k * exp2_pair(next - G));
   }
+  return range.x > kFarRow || range.y > kFarRow;
 }
 
 /// dP (5.2) and dL (5.28) from the products [do; R~] v_new^T, arranged; the diagonal apart.
