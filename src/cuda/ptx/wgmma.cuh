@@ -35,6 +35,14 @@ __device__ __forceinline__ void wgmma_wait() {
   "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
       "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),    \
       "+f"(d[15])
+#define KDA_WGMMA_D48                                                       \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23}"
+#define KDA_WGMMA_OUT48                                                                           \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
+      "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),    \
+      "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),  \
+      "+f"(d[22]), "+f"(d[23])
 #define KDA_WGMMA_D64                                                            \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, " \
   "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
@@ -82,6 +90,13 @@ __device__ __forceinline__ void wgmma_wait() {
       "wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type " " KDA_WGMMA_D32 \
       ", %16, %17, p, 1, 1, %19, %20;}"                                             \
       : KDA_WGMMA_OUT32                                                             \
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kMajorA), "n"(kMajorB))
+#define KDA_WGMMA_SS48(type)                                                        \
+  asm volatile(                                                                     \
+      "{.reg .pred p; setp.ne.b32 p, %26, 0;\n"                                     \
+      "wgmma.mma_async.sync.aligned.m64n48k16.f32." type "." type " " KDA_WGMMA_D48 \
+      ", %24, %25, p, 1, 1, %27, %28;}"                                             \
+      : KDA_WGMMA_OUT48                                                             \
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kMajorA), "n"(kMajorB))
 #define KDA_WGMMA_SS64(type)                                                        \
   asm volatile(                                                                     \
@@ -137,6 +152,18 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[16], uint64_t a, uint64_t b,
 
 /// The same with A in shared memory.
 template <class T16, Major kA, Major kB>
+__device__ __forceinline__ void wgmma_ss(float (&d)[24], uint64_t a, uint64_t b, bool accumulate) {
+  constexpr int kMajorA = static_cast<int>(kA);
+  constexpr int kMajorB = static_cast<int>(kB);
+  if constexpr (__is_same(T16, __half)) {
+    KDA_WGMMA_SS48("f16");
+  } else {
+    KDA_WGMMA_SS48("bf16");
+  }
+}
+
+/// The same with A in shared memory.
+template <class T16, Major kA, Major kB>
 __device__ __forceinline__ void wgmma_ss(float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {
   constexpr int kMajorA = static_cast<int>(kA);
   constexpr int kMajorB = static_cast<int>(kB);
@@ -162,6 +189,9 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[64], const uint32_t* a, uint
 #undef KDA_WGMMA_D32
 #undef KDA_WGMMA_OUT32
 #undef KDA_WGMMA_RS32
+#undef KDA_WGMMA_D48
+#undef KDA_WGMMA_OUT48
+#undef KDA_WGMMA_SS48
 #undef KDA_WGMMA_D64
 #undef KDA_WGMMA_OUT64
 #undef KDA_WGMMA_D128

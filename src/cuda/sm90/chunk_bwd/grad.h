@@ -1,0 +1,33 @@
+// The chunk-parallel gradient of the Hopper backward: all products of (5.31) and (5.32) of a chunk
+// once the scans of both directions have left what enters and leaves it.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "cuda/params.h"
+#include "kda/status.h"
+
+namespace kda::cuda::sm90 {
+
+/// Everything is linear in (do, dfinal_state). With scale = m 2^e, 1 <= |m| < 2, the reverse scan
+/// leaves R / m and dh / m in 16 bits.
+struct GradParams {
+  Tensor q, k, v, beta, grad_o;
+  GateParams gate;
+  Tensor v_new, R;       ///< [B,T,HV,V]
+  Tensor h, dh;          ///< [chunk rows of 32, HV, K, V]
+  Tensor dq, dk;         ///< [B,T,HV,K], bf16 or fp32; of a value head
+  Tensor dv, dg, dbeta;  ///< dg: of the natural-log decay, fp32; dbeta: of the activated beta
+  Sequences sequences;   ///< with C = 32
+  Heads heads;
+  float scale = 1;
+  float mantissa = 1;  ///< m
+  float beta_factor = 1;
+  bool qk_l2norm = false;    ///< q, k are normalised before use
+  bool undo_l2norm = false;  ///< dq, dk are those of the inputs, (3.3); group == 1 only
+  bool beta_sigmoid = false;
+};
+
+Status launch_grad(const GradParams& params, bool fp64, cudaStream_t stream);
+
+}  // namespace kda::cuda::sm90

@@ -1,0 +1,122 @@
+// The intra part of grad: gradients of the scores times gated q and k, 16 x 16 blocks with the
+// references of scores.cuh. Rows take 2^(G_i - first of their block), whatever the column; columns
+// take 2^(first - G_j) in the diagonal blocks and 2^(G_16 - G_j) where block 1 reads block 0.
+//
+// Channels whose factor in a diagonal block is beyond 2^kFarRow leave that block's product and are
+// added pair by pair.
+#pragma once
+
+#include "cuda/sm90/chunk_bwd/grad_load.cuh"
+
+namespace kda::cuda::sm90 {
+
+/// Of a channel: G of the first rows of both blocks, whether a block is far.
+struct ChannelGate {
+  float first[2];
+  float end;
+  bool far[2];
+};
+
+template <int K>
+__device__ __forceinline__ ChannelGate channel_gate(const GradShared<K>& shared, int k) {
+  ChannelGate gate;
+  gate.first[0] = shared.G[0][k];
+  gate.first[1] = shared.G[kBlock][k];
+  gate.end = shared.G[kChunk - 1][k];
+  gate.far[0] = gate.first[0] - shared.G[kBlock - 1][k] > kFarRow;
+  gate.far[1] = gate.first[1] - gate.end > kFarRow;
+  return gate;
+}
+
+/// Operands of the intra products; a thread has a column pair and 8 tokens. Whether it is far.
+template <int K>
+__device__ __forceinline__ bool put_intra_tiles(GradShared<K>& shared, int segment, int column) {
+  constexpr int kTokens = GradTraits<K>::kTokens;
+  unsigned char* const columns = shared.intra.columns[column / 64];
+  unsigned char* const rows = shared.intra.rows[column / 64];
+  const auto put = [&](unsigned char* panel, int row, float2 x) {
+    *reinterpret_cast<uint32_t*>(panel + unit_offset(row, column % 64 / 8) + column % 8 * 2) =
+        pack<Bf16>(x.x, x.y);
+  };
+  const int block = segment * kTokens / kBlock;
+  const float2 first = pair_at(shared.G[block * kBlock], column);
+  const float2 next = pair_at(shared.G[kBlock], column);
+  const float2 range = first - pair_at(shared.G[block * kBlock + kBlock - 1], column);
+#pragma unroll
+  for (int t = segment * kTokens; t < segment * kTokens + kTokens; ++t) {
+    const float2 G = pair_at(shared.G[t], column);
+    const float2 q = pair_at(shared.q[t], column) * shared.norm[0][t];
+    const float2 k = pair_at(shared.k[t], column) * shared.norm[1][t];
+    const float2 up = exp2_pair(G - first);
+    put(rows, t, q * up);
+    put(rows, kChunk + t, k * up * shared.beta[t]);
+    float2 down = k * exp2_pair(first - G);
+    if (range.x > kFarRow) down.x = 0;
+    if (range.y > kFarRow) down.y = 0;
+    put(columns, t + block * kBlock, down);
+    if (block == 0) put(columns, kBlock + t, k * exp2_pair(next - G));
+  }
+  return range.x > kFarRow || range.y > kFarRow;
+}
+
+/// dP (5.2) and dL (5.28) from the products [do; R~] v_new^T, arranged; the diagonal apart.
+template <int K>
+__device__ __forceinline__ void put_scores_gradient(GradShared<K>& shared, const float (&x)[16],
+                                                    float scale, float mantissa, int warp,
+                                                    int lane) {
+  const bool second = warp % 2 == 1;
+  const float factor = warp < 2 ? scale : -mantissa;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = 16 * warp + lane / 4 + 8 * half;
+    const int i = row % kChunk;
+    const auto put = [&](int column, float left, float right) {
+      *reinterpret_cast<uint32_t*>(shared.scores + unit_offset(row, column / 8) + column % 8 * 2) =
+          pack<Bf16>(left, right);
+    };
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const int j = 8 * n + lane % 4 * 2;
+      const float left = factor * x[4 * n + 2 * half];
+      const float right = factor * x[4 * n + 2 * half + 1];
+      if (warp < 2 && j == i) shared.diagonal[i] = left;
+      if (warp < 2 && j + 1 == i) shared.diagonal[i] = right;
+      if (second || n < 2) put(second ? kBlock + j : j, j < i ? left : 0, j + 1 < i ? right : 0);
+    }
+#pragma unroll
+    for (int n = second ? 0 : 2; n < (second ? 2 : 6); ++n) put(8 * n + lane % 4 * 2, 0, 0);
+  }
+}
+
+template <int K>
+__device__ __forceinline__ float score_gradient(const GradShared<K>& shared, int row, int i,
+                                                int j) {
+  const int column = j + (i < kBlock ? 0 : kBlock);
+  return __bfloat162float(*reinterpret_cast<const Bf16*>(
+      shared.scores + unit_offset(row, column / 8) + column % 8 * 2));
+}
+
+/// What token t of channel k takes from its far diagonal block: added to (dq2, z, dkc).
+template <int K>
+__device__ __forceinline__ float3 far_sums(const GradShared<K>& shared, int t, int k) {
+  float3 sum{0, 0, 0};
+  const int first = t / kBlock * kBlock;
+#pragma unroll 1
+  for (int j = first; j < t; ++j) {
+    const float y = __bfloat162float(shared.k[j][k]) * shared.norm[1][j] *
+                    exp2_of(shared.G[t][k] - shared.G[j][k]);
+    sum.x = fmaf(score_gradient(shared, t, t, j), y, sum.x);
+    sum.y = fmaf(score_gradient(shared, kChunk + t, t, j), y, sum.y);
+  }
+#pragma unroll 1
+  for (int i = t + 1; i < first + kBlock; ++i) {
+    const float decay = exp2_of(shared.G[i][k] - shared.G[t][k]);
+    const float q = __bfloat162float(shared.q[i][k]) * shared.norm[0][i];
+    const float kb = __bfloat162float(shared.k[i][k]) * shared.norm[1][i] * shared.beta[i];
+    sum.z = fmaf(decay, score_gradient(shared, i, i, t) * q, sum.z);
+    sum.z = fmaf(decay, score_gradient(shared, kChunk + i, i, t) * kb, sum.z);
+  }
+  return sum;
+}
+
+}  // namespace kda::cuda::sm90

@@ -1,0 +1,182 @@
+// The first part of grad: inputs to shared memory, gates to G, and what CUDA cores take from the
+// tiles of V.
+#pragma once
+
+#include <cuda/ptx>
+
+#include "cuda/ptx/bulk_copy.cuh"
+#include "cuda/ptx/cp_async.cuh"
+#include "cuda/sm90/chunk_bwd/grad_shared.cuh"
+
+namespace kda::cuda::sm90 {
+
+using Bf16 = __nv_bfloat16;
+
+/// What a block works on.
+struct GradWork {
+  Chunk chunk;
+  int64_t row;  ///< of h and dh
+  uint32_t hv;
+  uint32_t head;
+};
+
+template <int K>
+__device__ __forceinline__ void load_qk(GradShared<K>& shared, const GradParams& p,
+                                        const GradWork& work) {
+  using Traits = GradTraits<K>;
+  const auto load = [&](Bf16(&to)[kChunk][Traits::kStride], const Tensor& t) {
+    const Bf16* const from = static_cast<const Bf16*>(t.data) +
+                             token_offset(t, work.chunk.batch, work.chunk.begin, work.head);
+#pragma unroll
+    for (int e = static_cast<int>(threadIdx.x); e < kChunk * K / 8; e += Traits::kThreads) {
+      const int row = e / (K / 8);
+      const int column = e % (K / 8) * 8;
+      const bool valid = row < work.chunk.rows;
+      copy_async_16_or_zero(shared_address(&to[row][column]),
+                            from + (valid ? row : 0) * t.stride[1] + column, valid);
+    }
+  };
+  load(shared.q, p.q);
+  load(shared.k, p.k);
+}
+
+/// Columns v0 .. v0 + 63 of everything that has V, but v.
+template <int K>
+__device__ __forceinline__ void load_value_tiles(GradShared<K>& shared, const GradParams& p,
+                                                 const GradWork& work, int v0) {
+  constexpr int kRowsAtOnce = GradTraits<K>::kThreads / 8;
+  const int first = static_cast<int>(threadIdx.x) / 8;
+  const int unit = static_cast<int>(threadIdx.x) % 8;
+  // Unrolled, addresses of all rows would live in registers across the products.
+  const auto load_state = [&](unsigned char* to, const Tensor& t) {
+    const Bf16* from = static_cast<const Bf16*>(t.data) + work.row * t.stride[0] +
+                       work.hv * t.stride[1] + first * t.stride[2] + v0 + unit * kUnitElements;
+#pragma unroll 1
+    for (int row = first; row < K; row += kRowsAtOnce, from += kRowsAtOnce * t.stride[2]) {
+      copy_async_16(to + unit_offset(row, unit), from);
+    }
+  };
+  const auto load_rows = [&](unsigned char* to, const Tensor& t) {
+    const Bf16* const from = static_cast<const Bf16*>(t.data) +
+                             token_offset(t, work.chunk.batch, work.chunk.begin, work.hv) + v0 +
+                             unit * kUnitElements;
+#pragma unroll 1
+    for (int row = first; row < kChunk; row += kRowsAtOnce) {
+      const bool valid = row < work.chunk.rows;
+      copy_async_16_or_zero(shared_address(to + unit_offset(row, unit)),
+                            from + (valid ? row : 0) * t.stride[1], valid);
+    }
+  };
+  load_state(shared.value.h, p.h);
+  load_state(shared.value.dh, p.dh);
+  load_rows(shared.value.do_R, p.grad_o);
+  load_rows(shared.value.do_R + kChunk * kPanelRowBytes, p.R);
+  load_rows(shared.value.v_new, p.v_new);
+}
+
+/// 1 / |row| of q and k, 8 lanes a row, and beta.
+template <int K>
+__device__ __forceinline__ void load_tokens(GradShared<K>& shared, const GradParams& p,
+                                            const GradWork& work) {
+  const int tid = static_cast<int>(threadIdx.x);
+#pragma unroll
+  for (int row = tid / 8; row < 2 * kChunk; row += GradTraits<K>::kThreads / 8) {
+    const Bf16* const data = row < kChunk ? shared.q[row] : shared.k[row - kChunk];
+    float sum = 0;
+#pragma unroll
+    for (int piece = 0; piece < K / 64; ++piece) {
+      const uint4 x = *reinterpret_cast<const uint4*>(data + 64 * piece + tid % 8 * 8);
+      for (const uint32_t pair : {x.x, x.y, x.z, x.w}) {
+        const float2 y = unpack<Bf16>(pair);
+        sum = fmaf(y.x, y.x, fmaf(y.y, y.y, sum));
+      }
+    }
+    for (int step = 4; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    if (tid % 8 == 0) {
+      shared.norm[row / kChunk][row % kChunk] = p.qk_l2norm ? rsqrtf(sum + 1e-6f) : 1.f;
+    }
+  }
+  if (tid >= kChunk) return;
+  float x = 0;
+  if (tid < work.chunk.rows) {
+    x = load<float>(p.beta,
+                    token_offset(p.beta, work.chunk.batch, work.chunk.begin + tid, work.hv));
+    if (p.beta_sigmoid) x = p.beta_factor * sigmoid(x);
+  }
+  shared.beta[tid] = x;
+}
+
+/// G from the running sums of this thread's tokens of a column pair.
+template <int K>
+__device__ __forceinline__ void put_gates(GradShared<K>& shared,
+                                          const float2 (&G)[GradTraits<K>::kTokens], int segment,
+                                          int column) {
+  constexpr int kTokens = GradTraits<K>::kTokens;
+  float2 before{0, 0};
+#pragma unroll
+  for (int s = 0; s < kChunk / kTokens; ++s) {
+    const float2 total = pair_at(shared.totals[s], column);
+    if (s < segment) before = {before.x + total.x, before.y + total.y};
+  }
+#pragma unroll
+  for (int t = 0; t < kTokens; ++t) {
+    put_pair(&shared.G[segment * kTokens + t][column], {before.x + G[t].x, before.y + G[t].y});
+  }
+}
+
+__device__ __forceinline__ float dot(uint4 a, uint4 b, float sum) {
+  const uint32_t x[4] = {a.x, a.y, a.z, a.w};
+  const uint32_t y[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 u = unpack<Bf16>(x[i]);
+    const float2 w = unpack<Bf16>(y[i]);
+    sum = fmaf(u.x, w.x, fmaf(u.y, w.y, sum));
+  }
+  return sum;
+}
+
+/// rowsum_V(h . dh) of this thread's half of a channel's columns.
+template <int K>
+__device__ __forceinline__ float multiply_states(const GradShared<K>& shared, float sum) {
+  const int row = static_cast<int>(threadIdx.x) % K;
+  const int half = static_cast<int>(threadIdx.x) / K;
+#pragma unroll
+  for (int u = 0; u < 4; ++u) {
+    const uint32_t at = unit_offset(row, 4 * half + u);
+    sum = dot(*reinterpret_cast<const uint4*>(shared.value.h + at),
+              *reinterpret_cast<const uint4*>(shared.value.dh + at), sum);
+  }
+  return sum;
+}
+
+/// dv = beta R (5.11) and rowsum_V(R . v) of one unit of each row of this thread.
+template <int K, int ROWS>
+__device__ __forceinline__ void finish_values(const GradShared<K>& shared, const GradParams& p,
+                                              const GradWork& work, int v0, float (&sum)[ROWS]) {
+  const int unit = static_cast<int>(threadIdx.x) % 8;
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) {
+    const int row = static_cast<int>(threadIdx.x) / 8 + i * (kChunk / ROWS);
+    if (row >= work.chunk.rows) continue;
+    const uint4 R =
+        *reinterpret_cast<const uint4*>(shared.value.do_R + unit_offset(kChunk + row, unit));
+    const int column = v0 + unit * kUnitElements;
+    const auto offset = [&](const Tensor& t) {
+      return token_offset(t, work.chunk.batch, work.chunk.begin + row, work.hv) + column;
+    };
+    sum[i] =
+        dot(R, *reinterpret_cast<const uint4*>(static_cast<const Bf16*>(p.v.data) + offset(p.v)),
+            sum[i]);
+    if (p.dv.data == nullptr) continue;
+    const float factor = p.mantissa * shared.beta[row];
+    const auto scaled = [&](uint32_t pair) {
+      const float2 x = unpack<Bf16>(pair);
+      return pack<Bf16>(factor * x.x, factor * x.y);
+    };
+    *reinterpret_cast<uint4*>(static_cast<Bf16*>(p.dv.data) + offset(p.dv)) =
+        uint4{scaled(R.x), scaled(R.y), scaled(R.z), scaled(R.w)};
+  }
+}
+
+}  // namespace kda::cuda::sm90

@@ -1,0 +1,93 @@
+// Shared memory of `grad` and the lanes' place in its transposed accumulators.
+#pragma once
+
+#include "cuda/sm90/chunk_bwd/grad.h"
+#include "cuda/sm90/chunk_fwd/prep.cuh"
+#include "cuda/tile/swizzle.cuh"
+
+namespace kda::cuda::sm90 {
+
+inline constexpr int kGradColumns = 64;  ///< of V at a time
+/// Score gradients are arranged in 48 columns: block 0, block 1 over block 0, block 1.
+inline constexpr int kArranged = 3 * kBlock;
+
+template <int K>
+struct GradTraits {
+  static constexpr int kThreads = 2 * K;
+  static constexpr int kWarps = kThreads / 32;
+  static constexpr int kPairs = K / 2;
+  static constexpr int kTokens = kChunk / (kThreads / kPairs);  ///< of a thread: 8
+  static constexpr int kBlocksPerSm = K == 128 ? 2 : 3;
+  static constexpr int kStride = K + 8;   ///< of q, k: fragment reads touch all banks
+  static constexpr int kGStride = K + 4;  ///< the same for fp32
+};
+
+/// Tiles of 64 columns of V.
+template <int K>
+struct ValueTiles {
+  unsigned char h[K * kPanelRowBytes];
+  unsigned char dh[K * kPanelRowBytes];
+  unsigned char do_R[2 * kChunk * kPanelRowBytes];  ///< 32 rows do, 32 rows R
+  unsigned char v_new[kChunk * kPanelRowBytes];
+};
+
+/// Operands of the intra part, K / 64 panels each.
+template <int K>
+struct IntraTiles {
+  unsigned char columns[K / 64][kArranged * kPanelRowBytes];
+  unsigned char rows[K / 64][2 * kChunk * kPanelRowBytes];  ///< q up, then beta k up
+};
+
+template <int K>
+struct GradShared {
+  using Traits = GradTraits<K>;
+  union {
+    ValueTiles<K> value;
+    IntraTiles<K> intra;
+    unsigned char staging[2][K / 64][kChunk * kPanelRowBytes];
+  };
+  unsigned char scores[2 * kChunk * kPanelRowBytes];  ///< dP, then dL, arranged
+  float G[kChunk][Traits::kGStride];
+  alignas(16) __nv_bfloat16 q[kChunk][Traits::kStride];
+  alignas(16) __nv_bfloat16 k[kChunk][Traits::kStride];
+  float totals[kChunk / Traits::kTokens][K];
+  float state_product[2][K];                 ///< rowsum_V(h . dh), two halves
+  float partial[3][Traits::kWarps][kChunk];  ///< sums over the channels of a warp
+  float sums[3][kChunk];
+  float value_product[kChunk];  ///< rowsum_V(R . v)
+  float diagonal[kChunk];       ///< dP_ii
+  float beta[kChunk];
+  float norm[2][kChunk];  ///< 1 / |q|, 1 / |k|
+};
+static_assert(sizeof(GradShared<128>) <= 113 * 1024 && sizeof(GradShared<64>) <= 75 * 1024);
+
+/// What a thread holds of an accumulator [64 channels x 32 tokens]: register 4 i + 2 c + e is
+/// channel(c), token(i, e).
+struct GradLane {
+  int first_channel;
+  int first_token;
+
+  __device__ GradLane(int warp, int lane)
+      : first_channel(16 * warp + lane / 4), first_token(2 * (lane % 4)) {}
+  __device__ __forceinline__ int channel(int c) const { return first_channel + 8 * c; }
+  __device__ __forceinline__ int token(int i, int e) const { return 8 * i + first_token + e; }
+
+  /// f(register, i, c, e) for 8 FIRST <= token < 8 LAST.
+  template <int FIRST = 0, int LAST = 4, class F>
+  static __device__ __forceinline__ void each(F f) {
+#pragma unroll
+    for (int i = FIRST; i < LAST; ++i) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) f(4 * i + 2 * c + e, i, c, e);
+      }
+    }
+  }
+};
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+}  // namespace kda::cuda::sm90
