@@ -1,0 +1,104 @@
+// The model of rounding against the float64 recurrence, and what it says of correlated keys.
+#include "support/emulation.h"
+
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include "compare.h"
+#include "execute.h"
+#include "generate.h"
+
+namespace kda::test {
+namespace {
+
+using cases::Case;
+using cases::CaseSpec;
+using cases::Family;
+using cases::TensorMap;
+using enum TensorId;
+using Form = Emulation::Form;
+
+CaseSpec spec_of(Family family, DType io) {
+  CaseSpec spec;
+  spec.family = family;
+  spec.io = io;
+  spec.sizes = {1, 140, 1, 2, 128, 64, 0, 0};
+  spec.gradients = false;
+  return spec;
+}
+
+TensorMap reference_of(const Case& c) {
+  Options options;
+  options.implementation = "reference";
+  Problem problem = cases::forward_problem(c, {DType::kF64});
+  problem.set(kH, DType::kF64);
+  return cases::execute_operation(problem, c.inputs, {}, options).value().outputs;
+}
+
+cases::Difference error(const Case& c, const Emulation& emulation, const TensorMap& expected,
+                        TensorId id) {
+  const TensorId as = id == kH ? kFinalState : id;
+  return cases::compare(c, as, emulate(c, emulation).at(id), expected.at(id));
+}
+
+TEST(Emulation, WithoutRoundingIsTheRecurrence) {
+  for (const Family family : {Family::kUnit, Family::kCorr, Family::kMix, Family::kDeep}) {
+    for (const Gate gate : {Gate::kNone, Gate::kSoftplus, Gate::kLowerBound}) {
+      CaseSpec spec = spec_of(family, DType::kBF16);
+      spec.sizes = {1, 150, 1, 2, 64, 64, 0, 0};
+      spec.cu_seqlens = {0, 0, 70, 140};
+      spec.gate = gate;
+      spec.qk_l2norm = gate != Gate::kNone;
+      spec.beta_sigmoid = spec.allow_neg_eigval = gate == Gate::kSoftplus;
+      spec.state_v_first = gate == Gate::kLowerBound;
+      const Case c = cases::generate(spec);
+      const TensorMap expected = reference_of(c);
+      for (const Form form : {Form::kWu, Form::kR}) {
+        for (const bool rounded_scores : {false, true}) {
+          const Emulation exact{form, form == Form::kWu ? 64 : 32, DType::kF64, rounded_scores};
+          for (const TensorId id : {kO, kH, kFinalState}) {
+            EXPECT_LT(error(c, exact, expected, id).max_error, 1e-12) << cases::describe(spec);
+          }
+        }
+      }
+    }
+  }
+}
+
+// Ordinary inputs stay within 7.3; correlated keys do not, with any form. Prints the figures that
+// docs/kernels/chunk_fwd.md quotes.
+TEST(Emulation, ErrorsOfTheForms) {
+  for (const Family family :
+       {Family::kUnit, Family::kNoDecay, Family::kCorr, Family::kSame, Family::kPredicted}) {
+    for (const DType io : {DType::kBF16, DType::kF16}) {
+      const Case c = cases::generate(spec_of(family, io));
+      const TensorMap expected = reference_of(c);
+      const Emulation variants[] = {{Form::kWu, 64, io},
+                                    {Form::kR, 32, io},
+                                    {Form::kR, 32, io, true},
+                                    {Form::kR, 32, io, true, true}};
+      const char* const names[] = {"w/u, 64 tokens", "r, 32 tokens", "r, 16-bit scores",
+                                   "r, 16-bit scores, two-term kg"};
+      for (int i = 0; i < 4; ++i) {
+        double ratio[2] = {};
+        for (const TensorId id : {kO, kFinalState}) {
+          const cases::Difference d = error(c, variants[i], expected, id);
+          ratio[id == kFinalState] = d.ratio;
+          EXPECT_TRUE(d.finite);
+          if (family == Family::kUnit || family == Family::kNoDecay) {
+            EXPECT_LE(d.ratio, cases::limit_of(cases::precision_of(io), id)) << names[i];
+          }
+        }
+        // fla's rounding points, w/u, are no better: the limit of the Hopper tests rests on this.
+        if (family == Family::kCorr && variants[i].form == Form::kWu) {
+          EXPECT_GT(ratio[1], cases::limit_of(cases::precision_of(io), kFinalState));
+        }
+        fmt::print("{:10} {} {:30} o {:.2e} final_state {:.2e}\n", cases::name_of(family),
+                   io == DType::kBF16 ? "bf16" : "fp16", names[i], ratio[0], ratio[1]);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kda::test
