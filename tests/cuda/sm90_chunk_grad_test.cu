@@ -5,8 +5,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <ostream>
 #include <random>
 #include <string>
@@ -287,7 +285,6 @@ class Gradient {
     };
     EXPECT_LT(ratio(0, found.size()), limit) << name;
     ::testing::Test::RecordProperty(name, std::to_string(ratio(0, found.size())));
-    if (std::getenv("KDA_PRINT")) printf("%s %.2e  ", name, ratio(0, found.size()));
     const std::size_t step = static_cast<std::size_t>(kTokens * s_.HV) * columns;
     for (std::size_t i = 0; i < found.size(); i += step) {
       EXPECT_LT(ratio(i, std::min(i + step, found.size())), 4 * limit)
