@@ -46,7 +46,8 @@ Recomputed recompute(Pipeline& run) {
   return f;
 }
 
-/// Section 3 back from the gradients of the decay and of the activated beta.
+}  // namespace
+
 void activations_backward(Pipeline& run, const Tensor& dg_decay, const Tensor& dbeta) {
   const Sizes& sizes = run.problem().sizes;
   const bool parameters = run.has(kDALog) || run.has(kDdtBias);
@@ -68,8 +69,6 @@ void activations_backward(Pipeline& run, const Tensor& dg_decay, const Tensor& d
   run(launch_gate_reduce, GateReduceParams{params.partial, run[kDALog], run[kDdtBias],
                                            run.problem().chunk_rows(), run.heads()});
 }
-
-}  // namespace
 
 void chunk_bwd(Pipeline& run) {
   const Problem& problem = run.problem();
