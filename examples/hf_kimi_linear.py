@@ -9,6 +9,7 @@ flash-linear-attention, or by transformers' own torch code (the only choice on t
 
 import argparse
 import json
+import shlex
 import sys
 import time
 
@@ -89,10 +90,12 @@ def main():
     other_text = without_native_kda(against, lambda: generate(model, tokens))
 
     report = {
+        "command": "python " + shlex.join(sys.argv),
         "machine": torch.cuda.get_device_name(0) if given.device == "cuda" else "cpu",
         "torch": torch.__version__,
         "transformers": __import__("transformers").__version__,
         "native_kda": native_kda.__version__,
+        "fla": __import__("fla").__version__,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "dtype": str(dtype), "without": against,
         "loss": loss, "loss without": other_loss,

@@ -8,6 +8,7 @@ Between "<!-- NAME: begin -->" and "<!-- NAME: end -->" stands what a built prog
   docs/support.md  cpu, cuda       the implementations on a device (kda support --json)
 and what bench/results/ holds:
   docs/kernels/recurrent.md  decode, floor   times of decode steps, and what the memory allows
+  docs/python.md, docs/fla.md                reports of the Python package (doc_tables_python.py)
 A build without CUDA leaves the section for cuda as it is.
 """
 
@@ -18,6 +19,8 @@ import pathlib
 import re
 import subprocess
 import sys
+
+import doc_tables_python
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -101,7 +104,8 @@ def main() -> None:
     arguments = parser.parse_args()
 
     documents = {
-        "docs/kernels/recurrent.md": {"decode": decode_section(), "floor": floor_section()}
+        "docs/kernels/recurrent.md": {"decode": decode_section(), "floor": floor_section()},
+        **doc_tables_python.sections(),
     }
     if arguments.signatures:
         documents["docs/api.md"] = {"signatures": output_of(arguments.signatures)}

@@ -1,5 +1,5 @@
-// The rates that the Hopper kernels are designed by, measured: wgmma, reads through TMA from L2,
-// copies between the blocks of a cluster. One JSON line each.
+// The rates and latencies that the Hopper kernels are designed by, measured: wgmma, reads through
+// TMA from L2 and memory, copies between the blocks of a cluster. One JSON line each.
 #include <cuda/ptx>
 
 #include <algorithm>
@@ -9,6 +9,7 @@
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/tile/fragment.cuh"
 #include "cuda/tile/ring.cuh"
+#include "hopper_latencies.h"
 #include "timing.h"
 
 namespace kda::bench {
@@ -194,5 +195,6 @@ int main(int argc, char** argv) {
   print_copies("L2 to shared memory", 24u << 20, false);
   print_copies("memory to shared memory", 2048u << 20, false);
   print_copies("shared memory to the peer of a cluster", kCopyBytes, true);
+  print_latencies();
   return 0;
 }

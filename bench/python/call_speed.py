@@ -4,10 +4,10 @@ usage: python bench/python/call_speed.py [--shapes S1,S3] [--gates softplus,lowe
            [--repeat N] [--json bench/results/python_calls.json]
        python bench/python/call_speed.py --cpu [--json FILE]
 
-Both contenders run in one process, alternating; the L2 cache is flushed before each run; the median
-of N runs by CUDA events is reported, after the results of both were compared. bf16; l2norm, gate
-and sigmoid of beta inside; final state asked for. With --cpu only the host time of calls on tensors
-of a few elements is measured, most of which is Python.
+Both contenders run in one process, alternating; the L2 cache is flushed before each run; of N runs
+by CUDA events the median and the 20th and 80th percentile are reported, after the results of both
+were compared. bf16; l2norm, gate and sigmoid of beta inside; final state asked for. With --cpu only
+the host time of calls on tensors of a few elements is measured, most of which is Python.
 """
 
 import argparse
@@ -82,7 +82,13 @@ def times(contenders, repeat):
     return measured
 
 
+def percentiles(values):
+    cuts = statistics.quantiles(values, n=10, method="inclusive")
+    return {"p20": cuts[1], "median": statistics.median(values), "p80": cuts[7]}
+
+
 def peak_bytes(function):
+    """What a call allocates at most, beyond what was there; results that it returns count."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -160,16 +166,26 @@ def compare(shape, gate, fla, repeat):
     both = times({n: lambda f=f: step(f) for n, f in calls.items()}, max(repeat // 2, 3))
     for name, function in calls.items():
         row[name] = {
-            "forward_ms": statistics.median(forward[name]),
-            "forward_and_backward_ms": statistics.median(both[name]),
+            "forward_ms": percentiles(forward[name]),
+            "forward_and_backward_ms": percentiles(both[name]),
             "peak_bytes": peak_bytes(lambda: step(function)),
         }
+        with torch.no_grad():
+            row[name]["forward_peak_bytes"] = peak_bytes(lambda: function(**x, **options))
     return row
 
 
 def processor():
     with open("/proc/cpuinfo") as file:
         return next((row.split(": ")[1].strip() for row in file if "model name" in row), "cpu")
+
+
+def write(report, path):
+    """After each row, so that a run cut short leaves those that it had."""
+    if path:
+        with open(path, "w") as file:
+            json.dump(report, file, indent=1)
+            file.write("\n")
 
 
 def main():
@@ -197,18 +213,17 @@ def main():
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "host": overhead(fla, device),
         "rows": [],
+        "implementations": native_kda.hits(),
     }
     print(json.dumps(report["host"]), flush=True)
-    for shape in filter(None, given.shapes.split(",")):
-        for gate in given.gates.split(","):
+    write(report, given.json)
+    for gate in given.gates.split(","):
+        for shape in filter(None, given.shapes.split(",")):
             report["rows"].append(compare(shape, gate, fla, given.repeat))
             print(json.dumps(report["rows"][-1]), flush=True)
             torch.cuda.empty_cache()
-    report["implementations"] = native_kda.hits()
-    if given.json:
-        with open(given.json, "w") as file:
-            json.dump(report, file, indent=1)
-            file.write("\n")
+            report["implementations"] = native_kda.hits()
+            write(report, given.json)
 
 
 if __name__ == "__main__":

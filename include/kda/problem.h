@@ -22,7 +22,8 @@ struct Sizes {
   int64_t HV = 1;  ///< Value heads, a multiple of H; head hv reads q, k of head hv / (HV / H).
   int64_t K = 0;   ///< Head dim of q, k, g: 1..256.
   int64_t V = 0;   ///< Head dim of v, o: 1 or more.
-  int64_t N = 0;   ///< Packed sequences, len(cu_seqlens) - 1. Ignored without cu_seqlens.
+  int64_t N = 0;   ///< Packed sequences, len(cu_seqlens) - 1: at least 1 where T is not 0. Ignored
+                   ///< without cu_seqlens.
   int64_t P = 0;   ///< States in the pool. Ignored without state_indices.
 };
 

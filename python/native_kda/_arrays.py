@@ -89,25 +89,23 @@ def run(plan: _native.Plan, tensors: tuple, workspace: int, size: int, stream: i
 
 def stream(device: tuple[int, int]) -> int:
     cupy = sys.modules.get("cupy")
-    return 0 if cupy is None else cupy.cuda.get_current_stream().ptr
+    return 0 if cupy is None else cupy.cuda.get_current_stream(device[1]).ptr
 
 
-def _namespace(like: Array) -> Any:
+def _cupy_empty(shape: Any, dtype: Any, like: Array) -> Any:
     name = module_of(like.array)
-    if like.device[0] == _problem.CUDA:
-        if name != "cupy":
-            raise _problem.UnsupportedError(
-                f"arrays of {name} on a GPU: outputs cannot be allocated; use torch or CuPy"
-            )
-        return sys.modules["cupy"]
-    import numpy
-
-    return numpy
+    if name != "cupy":
+        raise _problem.UnsupportedError(
+            f"arrays of {name} on a GPU: outputs cannot be allocated; use torch or CuPy"
+        )
+    cupy = sys.modules["cupy"]
+    with cupy.cuda.Device(like.device[1]):
+        return cupy.empty(shape, dtype)
 
 
 def workspace(size: int, like: Array) -> tuple[Any, int]:
     if like.device[0] == _problem.CUDA:
-        memory = sys.modules["cupy"].empty(size, "uint8")
+        memory = _cupy_empty(size, "uint8", like)
         return memory, memory.data.ptr
     import numpy
 
@@ -117,7 +115,11 @@ def workspace(size: int, like: Array) -> tuple[Any, int]:
 
 
 def empty(shape: tuple, dtype: Any, like: Array) -> Array:
-    return Array(_namespace(like).empty(shape, dtype))
+    if like.device[0] == _problem.CUDA:
+        return Array(_cupy_empty(shape, dtype, like))
+    import numpy
+
+    return Array(numpy.empty(shape, dtype))
 
 
 def state_dtype(q: Array) -> Any:

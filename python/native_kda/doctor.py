@@ -18,14 +18,18 @@ import native_kda
 from native_kda import _native, _problem
 
 _VARIABLES = ("KDA_IMPL", "KDA_LOG", "NATIVE_KDA_DISABLE", "NATIVE_KDA_LOG", "FLA_NATIVE_KDA")
-_PACKAGES = ("torch", "flash-linear-attention", "fla-core", "transformers", "numpy", "cupy", "jax")
+_MODULES = ("torch", "fla", "transformers", "numpy", "cupy", "jax")
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+def _versions() -> dict[str, str]:
+    """Versions by module: names of distributions may depend on the CUDA version, as CuPy's do."""
+    distributions = importlib.metadata.packages_distributions()
+    return {
+        module: importlib.metadata.version(distributions[module][0])
+        if module in distributions
+        else "not installed"
+        for module in _MODULES
+    }
 
 
 def _why_no_cuda() -> str:
@@ -75,7 +79,7 @@ def report() -> dict[str, Any]:
         "native_kda": native_kda.__version__,
         "location": os.path.dirname(native_kda.__file__),
         "python": f"{platform.python_version()} on {platform.platform()}",
-        "packages": {package: _version(package) for package in _PACKAGES},
+        "packages": _versions(),
         "built in": families,
         "devices": devices,
         "cuda": "usable" if devices["cuda"] else _why_no_cuda(),

@@ -60,6 +60,13 @@ Status check_sizes(const Problem& problem) {
                      s.B);
     }
     if (Status status = check_size("N", s.N, 0, kMaxElements); !status.ok()) return status;
+    // Every token would be padding: far more often a field that was not filled in.
+    if (s.N == 0 && s.T > 0) {
+      return invalid(
+          "size N: found 0 with cu_seqlens and T = {}, expected the number of packed sequences, "
+          "len(cu_seqlens) - 1; without sequences T is 0",
+          s.T);
+    }
   }
   if (problem.has(TensorId::kStateIndices)) {
     if (Status status = check_size("P", s.P, 1, kMaxElements); !status.ok()) return status;

@@ -560,6 +560,15 @@ class SupportAndDoctor(ProgramTest):
         self.assertEqual({row["impl"] for row in rows}, {"cpu_chunk_fwd", "reference_chunk_fwd"})
         self.check(kda("support", "--device", "cuda:4096"), 3)
 
+    def test_support_asks_about_states(self):
+        ask = ("support", "--shape", "4,1,2,2,32,32", "--operation", "recurrent", "--json")
+        rows = self.lines(kda(*ask, "--device", "cpu", "--state-dtype", "bf16", "--pool", "6"))
+        self.assertTrue(any(row["chosen"] for row in rows))
+        wrong = kda(*ask, "--state-dtype", "int8")
+        self.check(wrong, 2)
+        self.assertIn("--state-dtype: found int8", wrong.stdout)
+        self.check(kda(*ask, "--pool", "-1"), 2)
+
     def test_support_says_what_is_chosen(self):
         result = kda("support", "--shape", "1,100,2,4,64,64", "--gate", "softplus", "--device",
                      "cpu", "--qk-l2norm", "--beta-sigmoid", "--sequences", "3", "--json")

@@ -43,7 +43,7 @@ TEST_P(FastStages, AreNearTheReference) {
   Tensors tensors = inputs_of(c, whole, 31);
   for (const Operation operation : kStages) {
     SCOPED_TRACE(name_of(operation));
-    Problem stage = Problem::make(operation, c.sizes, DType::kF32);
+    Problem stage = Problem::make(operation, whole.sizes, DType::kF32);
     stage.chunk_size = c.chunk_size;
     stage.state_v_first = c.v_first;
     if (operation == Operation::kGateCumsum) stage.gate = c.gate;

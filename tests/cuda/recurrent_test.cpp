@@ -327,6 +327,31 @@ TEST(CudaRecurrent, StridedPoolKeepsItsGaps) {
   EXPECT_TRUE(after.bytes == expected.bytes);
 }
 
+// A pool that is only read, as a draft is verified: the outputs are those of the step that writes,
+// and no byte of the pool changes. PAGED-04.
+TEST(CudaRecurrent, APoolWithoutFinalStateIsOnlyRead) {
+  constexpr int64_t kSlots = 12;
+  for (const Variant& variant : variants()) {
+    CaseSpec spec = decode_spec(kSlots, 3, 8, 16);
+    spec.state_v_first = variant.v_first;
+    Decode decode(spec, variant.state);
+    decode.problem.sizes.P = kSlots;
+    decode.give(kStateIndices, {7, -1, 0, 3, 11, 5, -1, 2, 9, 12, 1, 4});  // 12: no slot
+    KDA_NEEDS_HOPPER_FOR(decode);
+    const HostTensor& pool = decode.c.inputs.at(kInitialState);
+    const HostTensor stepped = decode.run(kPortable).at(kO);
+    Decode verify = decode;
+    verify.problem.set(kFinalState, DType::kNone);
+    for (const char* implementation : {kHopper, kPortable}) {
+      const std::string what = describe(variant, 3) + ", " + implementation;
+      DeviceCase device(verify.problem, verify.c.inputs, 0, {implementation, 0});
+      device.run();
+      EXPECT_TRUE(device.outputs().at(kO).bytes == stepped.bytes) << what;
+      EXPECT_TRUE(device[kInitialState].store(pool.dtype, pool.shape).bytes == pool.bytes) << what;
+    }
+  }
+}
+
 // GRAPH-04: slots and counts are read by the kernel, so a captured graph follows them.
 TEST(CudaRecurrent, GraphFollowsOtherSlotsAndCounts) {
   constexpr int kSequences = 14;

@@ -54,7 +54,7 @@ void draw_packing(CaseSpec& spec) {
   std::vector<int64_t> cu =
       *gen::container<std::vector<int64_t>>(count, gen::inRange<int64_t>(0, s.T + 1));
   if (!cu.empty() && flip()) cu.push_back(std::min(s.T, cu.front() + 1));
-  if (flip()) cu.push_back(s.T);
+  if (flip() || (cu.empty() && s.T > 0)) cu.push_back(s.T);
   cu.push_back(0);
   std::sort(cu.begin(), cu.end());
   spec.cu_seqlens = cu;

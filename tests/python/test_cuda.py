@@ -184,9 +184,45 @@ def test_decode_with_a_pool():
         assert torch.equal(pool[slot], before[slot])
 
 
-def test_compiled():
+def unaligned(tensor):
+    """A copy whose address is no multiple of 16 bytes."""
+    memory = tensor.new_empty(tensor.numel() + 1)
+    copy = memory[1:].view(tensor.shape).copy_(tensor)
+    assert copy.data_ptr() % 16 != 0
+    return copy
+
+
+def test_addresses_that_are_not_aligned():
+    """Calls are remembered by layout, not by address: each route must take any address at the
+    run, also where it had an aligned one before."""
+    x = inputs(K=128, V=128)
+    weights = weights_of(x)
+    y = {n: unaligned(t.detach()).requires_grad_() for n, t in x.items()}
+    want, got = found(x, weights), found(y, weights)
+    assert ratio(want[0].detach().float().cpu(), got[0].detach().float().cpu()) < reference.BF16["o"]
+    assert ratio(want[1].detach().cpu(), got[1].detach().cpu()) < reference.BF16["final_state"]
+    for n in x:
+        a, b = want[2][n].float().cpu(), got[2][n].float().cpu()
+        assert ratio(a, b) < reference.BF16["d" + n], n
+
+
+def test_unaligned_states_of_decode():
+    """On Hopper these run on the portable kernel."""
+    x = inputs(T=1, K=128, V=128, grad=False)
+    state = x.pop("initial_state")
+    results = []
+    for states in (state.clone(), unaligned(state)):
+        o, same = native_kda.fused_recurrent_kda(**x, **FLAGS, initial_state=states, in_place=True)
+        assert same is states
+        results.append((o.float().cpu(), same.cpu()))
+    (o, s), (other_o, other_s) = results
+    assert ratio(o, other_o) < 5e-3 and ratio(s, other_s) < 1e-5
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled(backend):
     x = inputs()
-    compiled = torch.compile(native_kda.chunk_kda, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(native_kda.chunk_kda, fullgraph=True, backend=backend)
     a, b = (f(**x, **FLAGS)[0] for f in (native_kda.chunk_kda, compiled))
     assert torch.equal(a, b)
     ga, gb = (torch.autograd.grad(o.float().square().sum(), list(x.values())) for o in (a, b)
@@ -206,6 +242,17 @@ def test_stages_give_the_whole():
     o = stages.output(q, gamma, Aqk, h, v_new)
     whole, s = native_kda.chunk_kda(**x, **FLAGS, output_final_state=True)
     assert ratio(whole.cpu(), o.cpu()) < 1e-5 and ratio(s.cpu(), state.cpu()) < 1e-5
+
+
+def test_state_scan_of_any_alignment():
+    kg, w, u = (0.1 * torch.randn(2, 256, 4, 128, device="cuda", dtype=torch.bfloat16)
+                for _ in range(3))
+    gamma = torch.rand(2, 4, 64, 4, 128, device="cuda").mul(-0.05).cumsum(2).reshape(2, 256, 4, 128)
+    h0 = torch.randn(2, 4, 128, 128, device="cuda")
+    want = native_kda.stages.state_scan(kg, w, u, gamma, h0)
+    got = native_kda.stages.state_scan(*(unaligned(t) for t in (kg, w, u, gamma, h0)))
+    for a, b in zip(want, got):
+        assert ratio(a.float().cpu(), b.float().cpu()) < 5e-3
 
 
 def test_memory_is_given_back():

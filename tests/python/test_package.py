@@ -26,6 +26,7 @@ def python(*arguments, **variables):
 
 
 def test_content_of_the_wheel():
+    """INSTALL-01."""
     path = os.environ.get("NATIVE_KDA_WHEEL")
     if not path:
         pytest.skip("NATIVE_KDA_WHEEL names no wheel; tools/test.sh python sets it")

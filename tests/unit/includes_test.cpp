@@ -1,4 +1,5 @@
 // What depends on what: public headers are light, layers point downwards.
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <sstream>
@@ -146,6 +147,34 @@ TEST(Includes, UsersSitOnThePublicHeaders) {
           << where(include);
     }
   }
+}
+
+// What only some compilers or systems have stands behind a macro or in the places listed here, so
+// that another system needs these alone. Kernels are compiled by nvcc everywhere.
+TEST(Includes, INSTALL_05_SourcesArePortable) {
+  const fs::path root = KDA_SOURCE_DIR;
+  const std::vector<std::string> known = {
+      "include/kda/c_api.h: __attribute__",  // only where __GNUC__ is defined
+      "src/cpu/cpu_info.cpp: <unistd.h>",    // how much memory there is
+  };
+  int files = 0;
+  for (const char* folder : {"include", "src/core", "src/cpu", "src/cuda"}) {
+    for (const auto& entry : fs::recursive_directory_iterator(root / folder)) {
+      const std::string extension = entry.path().extension().string();
+      if (extension != ".h" && extension != ".cpp" && extension != ".cc") continue;
+      ++files;
+      std::ostringstream text;
+      text << std::ifstream(entry.path()).rdbuf();
+      for (const char* word :
+           {"__attribute__", "__builtin_", "__int128", "__PRETTY_FUNCTION__", "ssize_t", "asm(",
+            "asm volatile", "<unistd.h>", "<sys/", "<pthread.h>", "<alloca.h>", "typeof("}) {
+        if (text.str().find(word) == std::string::npos) continue;
+        const std::string found = fs::relative(entry.path(), root).string() + ": " + word;
+        EXPECT_NE(std::find(known.begin(), known.end(), found), known.end()) << found;
+      }
+    }
+  }
+  EXPECT_GT(files, 50);
 }
 
 }  // namespace

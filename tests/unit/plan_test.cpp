@@ -307,5 +307,17 @@ TEST(Devices, TheCpuIsAlwaysThere) {
   EXPECT_EQ(all.size() > 1, cuda_unavailable_reason().empty());
 }
 
+// Between the directions the caller keeps inputs alone: states and scores are computed again.
+TEST(Plans, MEM_03_TheBackwardNeedsNothingThatTheForwardMade) {
+  std::set<TensorId> given{TensorId::kDo};
+  for (const TensorSpec& spec : tensors_of(Operation::kChunkForward)) {
+    if (spec.role == Role::kInput) given.insert(spec.id);
+  }
+  for (const TensorSpec& spec : tensors_of(Operation::kChunkBackward)) {
+    if (spec.role != Role::kInput || !spec.required) continue;
+    EXPECT_EQ(given.count(spec.id), 1U) << name_of(spec.id);
+  }
+}
+
 }  // namespace
 }  // namespace kda

@@ -77,7 +77,7 @@ TYPED_TEST(Packed, RefusesWrongEntries) {
 }
 
 TYPED_TEST(Packed, NoSequencesAndNoTokens) {
-  const auto none = packed<TypeParam>({0}, 10);
+  const auto none = packed<TypeParam>({0}, 0);
   ASSERT_TRUE(none.ok()) << none.status().message();
   EXPECT_TRUE(none->sequences.empty());
   EXPECT_EQ(none->tokens_used, 0);

@@ -86,6 +86,13 @@ const std::vector<Refusal> kSizes = {
        p.sizes.B = 1;
      },
      {"size N", "found -1", "expected 0.."}},
+    {"PackedForgottenN",
+     forward,
+     [](Problem& p) {
+       p.set(kCuSeqlens, DType::kI64).sizes.N = 0;
+       p.sizes.B = 1;
+     },
+     {"size N", "found 0 with cu_seqlens and T = 70", "len(cu_seqlens) - 1"}},
     {"EmptyPool",
      [] { return stage(Operation::kRecurrent); },
      [](Problem& p) {

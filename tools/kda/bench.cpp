@@ -229,16 +229,17 @@ void print_host_row(const Bench& bench, const Workload& workload, const Measured
 std::string state_text(const Workload& workload) {
   if (!workload.state_in_place) return "";
   const Problem& problem = workload.problem;
-  return fmt::format("{} {}", name_of(problem[TensorId::kInitialState].dtype),
-                     problem.state_v_first ? "[V,K]" : "[K,V]");
+  return fmt::format("{} {}{}", name_of(problem[TensorId::kInitialState].dtype),
+                     problem.state_v_first ? "[V,K]" : "[K,V]",
+                     problem.has(TensorId::kStateIndices) ? " pool" : "");
 }
 
 void print_row(const Bench& bench, const Workload& workload, const Measured& measured) {
   const Problem& problem = workload.problem;
   const Sizes& s = problem.sizes;
   const Timing& t = measured.timing;
-  const double bytes = bytes_of(problem);
-  const double flop = flop_of(problem);
+  const double bytes = bytes_of(problem) * workload.active;
+  const double flop = flop_of(problem) * workload.active;
   const double share = bytes / t.median / bench.copy_bandwidth;
   if (bench.command.common.json) {
     print_json({{"operation", kda::name_of(problem.operation)},
@@ -304,6 +305,9 @@ int bench(const BenchCommand& command) {
       if (workload.state_in_place) {
         tensors.erase(TensorId::kInitialState);  // before the next is made: it may be large
         tensors[TensorId::kInitialState] = initial_state_of(workload.problem);
+        if (workload.problem.has(TensorId::kStateIndices)) {
+          tensors[TensorId::kStateIndices] = state_indices_of(workload.problem);
+        }
       }
       Result<Measured> measured = measure(*bench, workload, tensors);
       if (measured.ok()) {

@@ -119,11 +119,11 @@ std::string name_of(const Device& device) {
   return fmt::format("{}:{}", kda::name_of(device.type), device.index);
 }
 
-Result<DType> parse_dtype(const std::string& text) {
+Result<DType> parse_dtype(const std::string& text, std::string_view option) {
   for (const DType dtype : {DType::kBF16, DType::kF16, DType::kF32, DType::kF64}) {
     if (text == kda::name_of(dtype)) return dtype;
   }
-  return invalid(fmt::format("--dtype: found {}, expected bf16, fp16, fp32 or fp64", text));
+  return invalid(fmt::format("{}: found {}, expected bf16, fp16, fp32 or fp64", option, text));
 }
 
 Result<Gate> parse_gate(const std::string& text) {

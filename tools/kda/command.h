@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <nlohmann/json_fwd.hpp>
@@ -61,7 +62,9 @@ struct SupportCommand {
   bool qk_l2norm = false;
   bool beta_sigmoid = false;
   bool state_v_first = false;
+  std::string state_dtype;
   int64_t sequences = 0;
+  int64_t pool = 0;
   int32_t chunk_size = 64;
 };
 
@@ -94,8 +97,8 @@ Status check_common(const Common& common);
 /// "cpu", "cuda:0".
 std::string name_of(const Device& device);
 
-/// "bf16" -> kBF16, for the dtypes of q; kInvalidArgument otherwise.
-Result<DType> parse_dtype(const std::string& text);
+/// "bf16" -> kBF16, for the dtypes of q; otherwise kInvalidArgument, which names the option.
+Result<DType> parse_dtype(const std::string& text, std::string_view option = "--dtype");
 Result<Gate> parse_gate(const std::string& text);
 /// B,T,H,HV,K,V.
 Result<Sizes> parse_shape(const std::vector<int64_t>& numbers);

@@ -96,8 +96,9 @@ void add_bench(CLI::App& app, BenchCommand& command) {
   add_shape(*sub, command.shape, command.dtype, command.gate);
   sub->add_option(
       "--suite", command.suite,
-      "train (forward, backward), prefill (forward), decode (state in place, one token; on "
-      "CUDA 1, 4 and 8), stages or host (what a call costs its thread); at --shape if given");
+      "train (forward, backward), prefill (forward), decode (state in place and in a pool with "
+      "skipped sequences, one token; on CUDA 1, 4 and 8), stages or host (what a call costs its "
+      "thread); at --shape if given");
   sub->add_option("--repeat", command.repeat, "Timed runs, fewer if they take over 10 s")
       ->check(CLI::Range(1, 100000))
       ->capture_default_str();
@@ -118,6 +119,12 @@ void add_support(CLI::App& app, SupportCommand& command) {
   sub->add_flag("--qk-l2norm", command.qk_l2norm, "Normalise q and k inside");
   sub->add_flag("--beta-sigmoid", command.beta_sigmoid, "beta holds logits");
   sub->add_flag("--state-v-first", command.state_v_first, "States are [..., V, K]");
+  sub->add_option("--state-dtype", command.state_dtype,
+                  "bf16, fp16, fp32 or fp64; without it fp32, fp64 with --dtype fp64");
+  sub->add_option("--pool", command.pool,
+                  "States in a pool of so many, addressed by state_indices and updated in place "
+                  "(recurrent alone); 0: none")
+      ->check(check_integer);
   add_common(*sub, command.common);
 }
 

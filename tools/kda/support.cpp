@@ -1,4 +1,6 @@
 // kda support: what there is, and for a problem what is chosen and why nothing else is.
+#include <utility>
+
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
@@ -62,17 +64,28 @@ int list_all(const SupportCommand& command) {
   return kRight;
 }
 
+/// What the flags say about types.
+struct Types {
+  DType io;
+  DType state;
+};
+
 /// The problem of the flags with the required tensors, final states and every gradient.
-Problem make_problem(const SupportCommand& command, Operation operation, Sizes sizes, DType io,
-                     Gate gate) {
+Problem make_problem(const SupportCommand& command, Operation operation, Sizes sizes,
+                     const Types& types, Gate gate) {
+  const DType io = types.io;
   sizes.N = command.sequences;
+  sizes.P = command.pool;
   Problem problem = Problem::make(operation, sizes, io);
   problem.chunk_size = command.chunk_size;
   problem.state_v_first = command.state_v_first;
   if (command.sequences > 0) problem.set(TensorId::kCuSeqlens, DType::kI64);
   const bool whole = operation == Operation::kChunkForward ||
                      operation == Operation::kChunkBackward || operation == Operation::kRecurrent;
-  const DType state = io == DType::kF64 ? DType::kF64 : DType::kF32;
+  const DType accurate = io == DType::kF64 ? DType::kF64 : DType::kF32;
+  if (operation == Operation::kRecurrent && command.pool > 0) {
+    problem.set(TensorId::kStateIndices, DType::kI32);
+  }
   if (whole) {
     problem.qk_l2norm = command.qk_l2norm;
     problem.beta_sigmoid = command.beta_sigmoid;
@@ -83,14 +96,16 @@ Problem make_problem(const SupportCommand& command, Operation operation, Sizes s
     problem.set(TensorId::kALog, DType::kF32).set(TensorId::kDtBias, DType::kF32);
   }
   for (const TensorSpec& spec : tensors_of(operation)) {
-    const bool is_state = spec.id == TensorId::kFinalState || spec.id == TensorId::kInitialState;
+    const bool is_state = spec.shape.starts_with("[S,");
     const bool has_source =
         (spec.id != TensorId::kDALog && spec.id != TensorId::kDdtBias) || gate != Gate::kNone;
     const bool is_gradient = operation == Operation::kChunkBackward && has_source;
     if (spec.role == Role::kOutput && !spec.required && whole && (is_state || is_gradient)) {
-      problem.set(spec.id, spec.dtypes == DTypeRule::kFloatIo ? io : state);
+      problem.set(spec.id, is_state                             ? types.state
+                           : spec.dtypes == DTypeRule::kFloatIo ? io
+                                                                : accurate);
     }
-    if (spec.role == Role::kInput && whole && is_state) problem.set(spec.id, state);
+    if (spec.role == Role::kInput && whole && is_state) problem.set(spec.id, types.state);
   }
   if (!whole) {
     for (const TensorSpec& spec : tensors_of(operation)) {
@@ -98,7 +113,9 @@ Problem make_problem(const SupportCommand& command, Operation operation, Sizes s
       const bool needs_input =
           spec.id == TensorId::kQg || spec.id == TensorId::kU || spec.id == TensorId::kDqRaw;
       if (needs_input) continue;
-      problem.set(spec.id, spec.dtypes == DTypeRule::kFloatIo ? io : state);
+      problem.set(spec.id, spec.shape.starts_with("[S,")        ? types.state
+                           : spec.dtypes == DTypeRule::kFloatIo ? io
+                                                                : accurate);
     }
   }
   return problem;
@@ -146,20 +163,24 @@ int support(const SupportCommand& command) {
   Result<Sizes> sizes = command.shape.empty() ? Sizes{} : parse_shape(command.shape);
   Result<DType> io = parse_dtype(command.dtype);
   Result<Gate> gate = parse_gate(command.gate);
-  for (const Status& status : {sizes.status(), io.status(), gate.status(),
+  Result<DType> state = io.ok() && *io == DType::kF64 ? DType::kF64 : DType::kF32;
+  if (!command.state_dtype.empty()) state = parse_dtype(command.state_dtype, "--state-dtype");
+  for (const Status& status : {sizes.status(), io.status(), gate.status(), state.status(),
                                check_operation(command.operation), check_common(common)}) {
     if (!status.ok()) return fail(common, "", status);
   }
-  if (command.sequences < 0) {
+  for (const auto& [option, value] :
+       {std::pair{"--sequences", command.sequences}, {"--pool", command.pool}}) {
+    if (value >= 0) continue;
     return fail(common, "",
                 {StatusCode::kInvalidArgument,
-                 fmt::format("--sequences: found {}, expected 0 or more", command.sequences)});
+                 fmt::format("{}: found {}, expected 0 or more", option, value)});
   }
   if (command.shape.empty()) return list_all(command);
   bool none = false;
   for (const Operation operation : kOperations) {
     if (!command.operation.empty() && command.operation != kda::name_of(operation)) continue;
-    const Problem problem = make_problem(command, operation, *sizes, *io, *gate);
+    const Problem problem = make_problem(command, operation, *sizes, {*io, *state}, *gate);
     if (Status status = ask(command, problem, none); !status.ok()) {
       return fail(common, std::string(kda::name_of(operation)), status);
     }

@@ -50,6 +50,18 @@ Workload decode(const Sizes& sizes, const BenchOptions& options, DType state, bo
   return {problem, true};
 }
 
+constexpr int64_t kSkipped = 8;  ///< of a pool's sequences one in so many, the last of each
+
+/// The same with states in a pool, addressed by state_indices.
+Workload decode_in_pool(const Sizes& sizes, const BenchOptions& options, DType state) {
+  Workload workload = decode(sizes, options, state, false);
+  workload.problem.sizes.P = sizes.B;
+  workload.problem.set(TensorId::kStateIndices, DType::kI32);
+  const int64_t skipped = sizes.B / kSkipped;
+  workload.active = static_cast<double>(sizes.B - skipped) / static_cast<double>(sizes.B);
+  return workload;
+}
+
 Problem stage(Operation operation, const Sizes& sizes, DType io) {
   Problem problem = Problem::make(operation, sizes, io);
   if (operation == Operation::kWu) problem.set(TensorId::kQ, io).set(TensorId::kV, io);
@@ -133,6 +145,7 @@ std::vector<Workload> workloads_of(Suite suite, const Sizes& sizes, const BenchO
         for (const bool v_first : {false, true}) {
           list.push_back(decode(sizes, options, state, v_first));
         }
+        list.push_back(decode_in_pool(sizes, options, state));
       }
       break;
     case Suite::kStages:
@@ -192,6 +205,17 @@ HostTensor initial_state_of(const Problem& problem) {
     std::memcpy(all.bytes.data() + at, one.bytes.data(), one.bytes.size());
   }
   return all;
+}
+
+HostTensor state_indices_of(const Problem& problem) {
+  const int64_t B = problem.sizes.B;
+  const int64_t half = (B + 1) / 2;
+  HostTensor indices(DType::kI32, {B});
+  for (int64_t b = 0; b < B; ++b) {
+    const int64_t slot = b % 2 == 0 ? b / 2 : half + b / 2;  // each slot once, from two ends
+    indices.set(b, b % kSkipped == kSkipped - 1 ? -1 : static_cast<double>(slot));
+  }
+  return indices;
 }
 
 double flop_of(const Problem& problem) {

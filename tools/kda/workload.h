@@ -12,6 +12,7 @@ namespace kda::program {
 struct Workload {
   Problem problem;
   bool state_in_place = false;  ///< final_state is initial_state, as in decoding
+  double active = 1;            ///< share of the sequences that state_indices does not skip
 };
 
 /// kHost times the host side of small calls, the others the device.
@@ -33,8 +34,11 @@ std::vector<Workload> workloads_of(Suite suite, const Sizes& sizes, const BenchO
 /// state that is updated in place is initial_state_of its workload.
 cases::TensorMap inputs_of(Suite suite, const Sizes& sizes, const BenchOptions& options);
 
-/// Random, one sequence's state repeated.
+/// Random, one sequence's state repeated; of a pool, every slot.
 cases::HostTensor initial_state_of(const Problem& problem);
+
+/// Slots in an order that jumps through the pool; every eighth sequence is skipped, as padding is.
+cases::HostTensor state_indices_of(const Problem& problem);
 
 /// Floating-point operations, a multiply-add as two, of the chunked form (section 8).
 double flop_of(const Problem& problem);

@@ -11,7 +11,6 @@ namespace kda::cuda {
 namespace {
 
 constexpr int kBlock = 256;
-constexpr int kWarps = kBlock / 32;
 constexpr int kColumns = 32;
 constexpr int kGroups = kBlock / kColumns;
 
@@ -26,7 +25,7 @@ __device__ Row row_of(int64_t index, int64_t T, int64_t heads) {
 
 /// One vector of the result: zeros where no sequence owns the row.
 template <class Real>
-__device__ void sum_group(const GroupSumParams::Job& job, const Heads& heads, const Row& row,
+__device__ void sum_group(const GroupSums::Job& job, const Heads& heads, const Row& row,
                           bool is_used) {
   const int64_t G = heads.group;
   Lanes<Real> dy = {};
@@ -68,16 +67,17 @@ __device__ void sum_group(const GroupSumParams::Job& job, const Heads& heads, co
   });
 }
 
-/// One warp a vector, the vectors of one job after those of the other.
+/// One warp a vector, the vectors of one job after those of the other, spread over all blocks.
 template <class Real>
-__global__ void __launch_bounds__(kBlock) group_sum(const __grid_constant__ GroupSumParams p) {
-  const int64_t rows = p.B * p.T * p.heads.H;
-  const int64_t used = used_tokens(p.sequences);
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kWarps;
-  for (int64_t i = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32; i < p.count * rows; i += step) {
+__device__ void sum_groups(const GroupSums& p, const Heads& heads, const Sequences& sequences) {
+  const int64_t rows = p.B * p.T * heads.H;
+  const int64_t used = used_tokens(sequences);
+  const int64_t warps = blockDim.x / 32;
+  for (int64_t i = blockIdx.x * warps + threadIdx.x / 32; i < p.count * rows;
+       i += gridDim.x * warps) {
     const int job = i < rows ? 0 : 1;
-    const Row row = row_of(i - job * rows, p.T, p.heads.H);
-    sum_group<Real>(p.jobs[job], p.heads, row, row.token < used);
+    const Row row = row_of(i - job * rows, p.T, heads.H);
+    sum_group<Real>(p.jobs[job], heads, row, row.token < used);
   }
 }
 
@@ -158,7 +158,7 @@ __device__ void beta_gradient(const ActivateBackwardParams& p, const Chunk& chun
   }
 }
 
-/// One block a chunk and value head, one thread a key channel.
+/// One block a chunk and value head, one thread a key channel; then the groups' sums.
 template <class Real>
 __global__ void __launch_bounds__(kGateThreads)
     activate_bwd(const __grid_constant__ ActivateBackwardParams p) {
@@ -178,6 +178,7 @@ __global__ void __launch_bounds__(kGateThreads)
     const Real slope_sum = block_sum(sums.slope, shared);
     if (k == 0) partial[p.heads.K] = slope_sum;
   }
+  if (p.groups.count > 0) sum_groups<Real>(p.groups, p.heads, p.sequences);
 }
 
 /// One block 32 columns of a value head's K + 1; eight interleaved sums, then one.
@@ -214,11 +215,6 @@ __global__ void __launch_bounds__(kBlock) gate_reduce(const GateReduceParams p) 
 }
 
 }  // namespace
-
-Status launch_group_sum(const GroupSumParams& p, bool fp64, cudaStream_t stream) {
-  return launch({"group_sum", (p.count * p.B * p.T * p.heads.H + kWarps - 1) / kWarps, kBlock},
-                fp64 ? group_sum<double> : group_sum<float>, p, stream);
-}
 
 Status launch_activate_bwd(const ActivateBackwardParams& p, bool fp64, cudaStream_t stream) {
   return launch_chunks("activate_bwd", activate_bwd<float>, activate_bwd<double>,

@@ -46,14 +46,22 @@ Recomputed recompute(Pipeline& run) {
   return f;
 }
 
+<<<<<<< HEAD
 }  // namespace
 
 void activations_backward(Pipeline& run, const Tensor& dg_decay, const Tensor& dbeta) {
+=======
+/// Section 3 back from the gradients of the decay, of the activated beta and of the normalised q, k
+/// of each value head.
+void activations_backward(Pipeline& run, const Tensor& dg_decay, const Tensor& dbeta,
+                          const GroupSums& groups) {
+>>>>>>> main
   const Sizes& sizes = run.problem().sizes;
   const bool parameters = run.has(kDALog) || run.has(kDdtBias);
   const bool beta = run.problem().beta_sigmoid && run.has(kDbeta);
-  if (!run.has(kDg) && !parameters && !beta) return;
+  if (!run.has(kDg) && !parameters && !beta && groups.count == 0) return;
   ActivateBackwardParams params;
+  params.groups = groups;
   params.gate = run.gate();
   params.dg_decay = dg_decay;
   params.dg = run[kDg];
@@ -99,8 +107,8 @@ void chunk_bwd(Pipeline& run) {
       IntraBackwardParams{run[kQ], run[kK], x.rq, x.rk, x.beta, x.gamma, dP, dL, dq, dk, dg, dbeta,
                           dq, dk, dg, problem.beta_sigmoid ? dbeta : run[kDbeta], heads,
                           run.sequences()});
-  run.sum_groups({{{kDq, dq, run[kQ], x.rq}, {kDk, dk, run[kK], x.rk}}});
-  activations_backward(run, dg, dbeta);
+  activations_backward(run, dg, dbeta,
+                       run.group_sums({{{kDq, dq, run[kQ], x.rq}, {kDk, dk, run[kK], x.rk}}}));
   run.finish();
 }
 

@@ -80,8 +80,8 @@ Sequences Pipeline::sequences_in_chunks(int32_t C) {
   return sequences;
 }
 
-void Pipeline::sum_groups(const std::array<GroupSum, 2>& sums) {
-  GroupSumParams params;
+GroupSums Pipeline::group_sums(const std::array<GroupSum, 2>& sums) const {
+  GroupSums params;
   for (const GroupSum& sum : sums) {
     if (has(sum.target)) {
       params.jobs[params.count++] = {sum.source, sum.x, sum.r, (*this)[sum.target]};
@@ -89,9 +89,7 @@ void Pipeline::sum_groups(const std::array<GroupSum, 2>& sums) {
   }
   params.B = problem_.sizes.B;
   params.T = problem_.sizes.T;
-  params.heads = heads();
-  params.sequences = sequences_;
-  (*this)(launch_group_sum, params);
+  return params;
 }
 
 void Pipeline::copy_out(TensorId id, const Tensor& source) {

@@ -48,13 +48,13 @@ class Pipeline {
     if (!measuring_ && status_.ok()) status_ = launcher(params, fp64_, stream_);
   }
 
-  /// Sums per-value-head gradients into those outputs that are asked for.
+  /// What sums per-value-head gradients into those outputs that are asked for.
   struct GroupSum {
     TensorId target;
     Tensor source;  ///< [B,T,HV,K]
     Tensor x, r;    ///< with r: through the normalisation of x
   };
-  void sum_groups(const std::array<GroupSum, 2>& sums);
+  GroupSums group_sums(const std::array<GroupSum, 2>& sums) const;
 
   /// Copies scratch into an output of the operation when `finish` runs; unused rows become 0.
   void copy_out(TensorId id, const Tensor& source);

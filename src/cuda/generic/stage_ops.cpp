@@ -136,7 +136,13 @@ void stage_intra_bwd(Pipeline& run) {
                                             run[kDbeta],
                                             run.heads(),
                                             run.sequences()});
-  if (grouped) run.sum_groups({{{kDq, dq, {}, {}}, {kDk, dk, {}, {}}}});
+  if (grouped) {
+    ActivateBackwardParams sums;
+    sums.groups = run.group_sums({{{kDq, dq, {}, {}}, {kDk, dk, {}, {}}}});
+    sums.heads = run.heads();
+    sums.sequences = run.sequences();
+    run(launch_activate_bwd, sums);
+  }
   run.finish();
 }
 

@@ -131,7 +131,7 @@ struct IntraBackwardParams {
 Status launch_intra_bwd(const IntraBackwardParams& params, bool fp64, cudaStream_t stream);
 
 /// Sums over the value heads of a group in order, then (3.3) where x and r are given.
-struct GroupSumParams {
+struct GroupSums {
   struct Job {
     Tensor source;  ///< [B,T,HV,K]
     Tensor x, r;    ///< [B,T,H,K], [B,T,H]
@@ -140,15 +140,13 @@ struct GroupSumParams {
   Job jobs[2];
   int32_t count = 0;
   int64_t B = 1, T = 0;
-  Heads heads;
-  Sequences sequences;
 };
-Status launch_group_sum(const GroupSumParams& params, bool fp64, cudaStream_t stream);
 
 /// (3.5)-(3.7), (3.9)-(3.11), 0 at clamped tokens: dg and `partial`. `partial` [chunk rows, HV,
 /// K + 1] receives the sums over the rows of a chunk: K of dz, then one for dA_log. And dlogit by
-/// (3.13). What is absent is left out.
+/// (3.13), and the sums over groups. What is absent is left out.
 struct ActivateBackwardParams {
+  GroupSums groups;
   GateParams gate;
   Tensor dg_decay;  ///< gradient of the natural-log decay
   Tensor dg;        ///< gradient of the raw gate input

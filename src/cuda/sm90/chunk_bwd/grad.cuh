@@ -60,18 +60,21 @@ struct GradBlock {
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kGradColumns / 16; ++step) {
-      const bool accumulate = add || step > 0;
       wgmma_ss<Bf16, Major::kSummed, Major::kSummed>(S, h.columns(step), do_R.columns(step),
-                                                     accumulate);
-      wgmma_ss<Bf16, Major::kSummed, Major::kSummed>(dkx, dh.columns(step), v_new.columns(step),
-                                                     accumulate);
+                                                     add || step > 0);
     }
-    if (group == 0) {
+    wgmma_fence();
 #pragma unroll
-      for (int step = 0; step < kGradColumns / 16; ++step) {
-        wgmma_ss<Bf16, Major::kSummed, Major::kSummed>(scores, do_R.columns(step),
-                                                       v_new.columns(step), add || step > 0);
-      }
+    for (int step = 0; step < kGradColumns / 16; ++step) {
+      wgmma_ss<Bf16, Major::kSummed, Major::kSummed>(dkx, dh.columns(step), v_new.columns(step),
+                                                     add || step > 0);
+    }
+    // Every warpgroup, though the first one's would do: a branch here would split the group.
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kGradColumns / 16; ++step) {
+      wgmma_ss<Bf16, Major::kSummed, Major::kSummed>(scores, do_R.columns(step),
+                                                     v_new.columns(step), add || step > 0);
     }
     wgmma_commit();
   }
@@ -82,7 +85,9 @@ struct GradBlock {
     float state_product = 0;
     float value_product[kValueRows] = {};
     const int V = static_cast<int>(p.heads.V);
+#pragma unroll 1
     for (int v0 = 0; v0 < V; v0 += kGradColumns) {
+      asm volatile("" : "+r"(v0));  // addresses are formed here, not kept across the products
       if (v0 > 0) {
         __syncthreads();
         load_value_tiles(shared, p, work, v0);
@@ -103,15 +108,15 @@ struct GradBlock {
     }
   }
 
-  /// [dq2 | z]^T before the rows' factor.
-  __device__ __forceinline__ void multiply_rows(float (&x)[32]) const {
+  /// S += [dq2 | z]^T, all but the rows' factor.
+  __device__ __forceinline__ void multiply_rows(float (&S)[32]) const {
     const PanelTile<kArranged> columns{shared_address(shared.intra.columns[warp / 4])};
     const PanelTile<2 * kChunk> scores{shared_address(shared.scores)};
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kArranged / 16; ++step) {
-      wgmma_ss<Bf16, Major::kOuter, Major::kSummed>(x, columns.rows(step), scores.columns(step),
-                                                    step > 0);
+      wgmma_ss<Bf16, Major::kOuter, Major::kSummed>(S, columns.rows(step), scores.columns(step),
+                                                    true);
     }
     wgmma_commit();
     wgmma_wait<0>();
@@ -156,22 +161,20 @@ struct GradBlock {
       if (warp < 4) put_scores_gradient(shared, scores, p.scale, p.mantissa, warp, lane);
     }
     __syncthreads();
-    put_intra_tiles(shared, segment, column);
+    const bool far = put_intra_tiles(shared, segment, column);
     ptx::fence_proxy_async(ptx::space_shared);
-    __syncthreads();
+    const bool has_far = __syncthreads_or(far) != 0;
     GradFinish<K> finish(shared, p, work, warp, lane);
-    {
-      float x[32];
-      multiply_rows(x);
-      finish.fold_rows(S, x);
-    }
+    finish.scale_rows(S);
+    multiply_rows(S);
+    finish.fold_rows(S);
     float dkc[16];
     {
       float x[24];
       multiply_columns(x);
       finish.fold_columns(dkx, dkc, x);
     }
-    finish.run(S, dkx, dkc);
+    finish.run(S, dkx, dkc, has_far);
   }
 };
 

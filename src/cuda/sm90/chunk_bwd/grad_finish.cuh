@@ -19,15 +19,14 @@ struct GradFinish {
   int warp;
   int lane;
   GradLane at;
-  ChannelGate gate[2];
 
   __device__ GradFinish(GradShared<K>& memory, const GradParams& params, const GradWork& what,
                         int warp_of, int lane_of)
-      : shared(memory), p(params), work(what), warp(warp_of), lane(lane_of), at(warp_of, lane_of) {
-    gate[0] = channel_gate(shared, at.channel(0));
-    gate[1] = channel_gate(shared, at.channel(1));
-  }
+      : shared(memory), p(params), work(what), warp(warp_of), lane(lane_of), at(warp_of, lane_of) {}
 
+  __device__ __forceinline__ ChannelGate gate_of(int c) const {
+    return channel_gate(shared, at.channel(c));
+  }
   __device__ __forceinline__ float G(int i, int c, int e) const {
     return shared.G[at.token(i, e)][at.channel(c)];
   }
@@ -39,29 +38,36 @@ struct GradFinish {
     const int t = at.token(i, e);
     return __bfloat162float(shared.k[t][at.channel(c)]) * shared.norm[1][t];
   }
-  __device__ __forceinline__ bool any_far() const {
-    return gate[0].far[0] || gate[0].far[1] || gate[1].far[0] || gate[1].far[1];
-  }
-
-  /// S = [dqe | Y] -> [dq1 + dq2 | kr] of everything but far pairs. 2^G = 2^first 2^(G - first).
-  __device__ __forceinline__ void fold_rows(float (&S)[32], const float (&x)[32]) const {
+  /// S = [dqe | Y] -> [dq1 | 2^G Y] but the rows' factor: 2^G = 2^first 2^(G - first).
+  __device__ __forceinline__ void scale_rows(float (&S)[32]) const {
+    const ChannelGate gate[2] = {gate_of(0), gate_of(1)};
     float entering[2][2];
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
 #pragma unroll
       for (int block = 0; block < 2; ++block) entering[c][block] = exp2_of(gate[c].first[block]);
     }
+    GradLane::each([&](int r, int i, int c, int) {
+      S[r] *= p.scale * entering[c][i / 2];
+      S[16 + r] *= -p.mantissa * entering[c][i / 2];
+    });
+  }
+
+  /// S -> [dq1 + dq2 | kr] of everything but far pairs.
+  __device__ __forceinline__ void fold_rows(float (&S)[32]) const {
+    const float first[2][2] = {{shared.G[0][at.channel(0)], shared.G[kBlock][at.channel(0)]},
+                               {shared.G[0][at.channel(1)], shared.G[kBlock][at.channel(1)]}};
     GradLane::each([&](int r, int i, int c, int e) {
-      const float up = exp2_of(G(i, c, e) - gate[c].first[i / 2]);
-      const float factor = entering[c][i / 2];
-      S[r] = up * fmaf(p.scale * factor, S[r], x[r]);
-      S[16 + r] = up * fmaf(-p.mantissa * factor, S[16 + r], x[16 + r]);
+      const float up = exp2_of(G(i, c, e) - first[c][i / 2]);
+      S[r] *= up;
+      S[16 + r] *= up;
     });
   }
 
   /// dkx gets its factor; dkc from its arranged parts.
   __device__ __forceinline__ void fold_columns(float (&dkx)[16], float (&dkc)[16],
                                                const float (&x)[24]) const {
+    const ChannelGate gate[2] = {gate_of(0), gate_of(1)};
     float rest[2];  // from row 16 to the end
 #pragma unroll
     for (int c = 0; c < 2; ++c) rest[c] = exp2_of(gate[c].end - gate[c].first[1]);
@@ -79,14 +85,21 @@ struct GradFinish {
     });
   }
 
+  /// One element at a time: unrolled, the rare path would take the common one's registers.
   __device__ __forceinline__ void add_far(float (&S)[32], float (&dkc)[16]) const {
-    GradLane::each([&](int r, int i, int c, int e) {
-      if (!gate[c].far[i / 2]) return;
-      const float3 sum = far_sums(shared, at.token(i, e), at.channel(c));
-      S[r] += sum.x;
-      S[16 + r] += sum.y;
-      dkc[r] += sum.z;
-    });
+#pragma unroll 1
+    for (int r = 0; r < 16; ++r) {
+      const int c = r / 2 % 2;
+      const ChannelGate gate = gate_of(c);
+      if (!(r < 8 ? gate.far[0] : gate.far[1])) continue;
+      const float3 sum = far_sums(shared, at.token(r / 4, r % 2), at.channel(c));
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        S[i] += i == r ? sum.x : 0;
+        S[16 + i] += i == r ? sum.y : 0;
+        dkc[i] += i == r ? sum.z : 0;
+      }
+    }
   }
 
   /// Sums over the channels of a warp of x[token][..], to `partial`.
@@ -160,7 +173,7 @@ struct GradFinish {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int channel = at.channel(c);
-      float before = p.mantissa * exp2_of(gate[c].end) *
+      float before = p.mantissa * exp2_of(shared.G[kChunk - 1][channel]) *
                      (shared.state_product[0][channel] + shared.state_product[1][channel]);
       float dg[8];
 #pragma unroll
@@ -234,8 +247,9 @@ struct GradFinish {
   }
 
   /// S as fold_rows left it, dkx and dkc as fold_columns did.
-  __device__ __forceinline__ void run(float (&S)[32], float (&dkx)[16], float (&dkc)[16]) const {
-    if (any_far()) add_far(S, dkc);
+  __device__ __forceinline__ void run(float (&S)[32], float (&dkx)[16], float (&dkc)[16],
+                                      bool has_far) const {
+    if (has_far) add_far(S, dkc);
     combine(S, dkx, dkc);
     __syncthreads();
     finish_sums();

@@ -28,9 +28,9 @@ __device__ __forceinline__ ChannelGate channel_gate(const GradShared<K>& shared,
   return gate;
 }
 
-/// Operands of the intra products; a thread has a column pair and 8 tokens.
+/// Operands of the intra products; a thread has a column pair and 8 tokens. Whether it is far.
 template <int K>
-__device__ __forceinline__ void put_intra_tiles(GradShared<K>& shared, int segment, int column) {
+__device__ __forceinline__ bool put_intra_tiles(GradShared<K>& shared, int segment, int column) {
   constexpr int kTokens = GradTraits<K>::kTokens;
   unsigned char* const columns = shared.intra.columns[column / 64];
   unsigned char* const rows = shared.intra.rows[column / 64];
@@ -56,6 +56,7 @@ __device__ __forceinline__ void put_intra_tiles(GradShared<K>& shared, int segme
     put(columns, t + block * kBlock, down);
     if (block == 0) put(columns, kBlock + t, k * exp2_pair(next - G));
   }
+  return range.x > kFarRow || range.y > kFarRow;
 }
 
 /// dP (5.2) and dL (5.28) from the products [do; R~] v_new^T, arranged; the diagonal apart.
@@ -97,15 +98,17 @@ __device__ __forceinline__ float score_gradient(const GradShared<K>& shared, int
 
 /// What token t of channel k takes from its far diagonal block: added to (dq2, z, dkc).
 template <int K>
-__device__ __noinline__ float3 far_sums(const GradShared<K>& shared, int t, int k) {
+__device__ __forceinline__ float3 far_sums(const GradShared<K>& shared, int t, int k) {
   float3 sum{0, 0, 0};
   const int first = t / kBlock * kBlock;
+#pragma unroll 1
   for (int j = first; j < t; ++j) {
     const float y = __bfloat162float(shared.k[j][k]) * shared.norm[1][j] *
                     exp2_of(shared.G[t][k] - shared.G[j][k]);
     sum.x = fmaf(score_gradient(shared, t, t, j), y, sum.x);
     sum.y = fmaf(score_gradient(shared, kChunk + t, t, j), y, sum.y);
   }
+#pragma unroll 1
   for (int i = t + 1; i < first + kBlock; ++i) {
     const float decay = exp2_of(shared.G[i][k] - shared.G[t][k]);
     const float q = __bfloat162float(shared.q[i][k]) * shared.norm[0][i];

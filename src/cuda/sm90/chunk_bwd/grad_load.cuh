@@ -47,19 +47,20 @@ __device__ __forceinline__ void load_value_tiles(GradShared<K>& shared, const Gr
   constexpr int kRowsAtOnce = GradTraits<K>::kThreads / 8;
   const int first = static_cast<int>(threadIdx.x) / 8;
   const int unit = static_cast<int>(threadIdx.x) % 8;
+  // Unrolled, addresses of all rows would live in registers across the products.
   const auto load_state = [&](unsigned char* to, const Tensor& t) {
-    const Bf16* const from = static_cast<const Bf16*>(t.data) + work.row * t.stride[0] +
-                             work.hv * t.stride[1] + v0 + unit * kUnitElements;
-#pragma unroll
-    for (int row = first; row < K; row += kRowsAtOnce) {
-      copy_async_16(to + unit_offset(row, unit), from + row * t.stride[2]);
+    const Bf16* from = static_cast<const Bf16*>(t.data) + work.row * t.stride[0] +
+                       work.hv * t.stride[1] + first * t.stride[2] + v0 + unit * kUnitElements;
+#pragma unroll 1
+    for (int row = first; row < K; row += kRowsAtOnce, from += kRowsAtOnce * t.stride[2]) {
+      copy_async_16(to + unit_offset(row, unit), from);
     }
   };
   const auto load_rows = [&](unsigned char* to, const Tensor& t) {
     const Bf16* const from = static_cast<const Bf16*>(t.data) +
                              token_offset(t, work.chunk.batch, work.chunk.begin, work.hv) + v0 +
                              unit * kUnitElements;
-#pragma unroll
+#pragma unroll 1
     for (int row = first; row < kChunk; row += kRowsAtOnce) {
       const bool valid = row < work.chunk.rows;
       copy_async_16_or_zero(shared_address(to + unit_offset(row, unit)),

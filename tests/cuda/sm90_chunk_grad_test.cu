@@ -1,0 +1,327 @@
+// The chunk-parallel gradient by itself: every chunk gets its own h and dh, and the token
+// recurrence of section 2.2 in float64 between them is the reference.
+#include <cuda_bf16.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <ostream>
+#include <random>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "cuda/sm90/chunk_bwd/instances/grad_instances.h"
+
+namespace kda::cuda::sm90 {
+namespace {
+
+constexpr int kTokens = 32;
+using Values = std::vector<double>;
+
+struct Shape {
+  int K, V, T, H, HV;
+  double gate;  ///< natural-log decays reach down to this
+  bool norm = false;
+  bool fp32 = true;  ///< dq, dk
+};
+
+std::ostream& operator<<(std::ostream& out, const Shape& s) {
+  return out << "K " << s.K << " V " << s.V << " T " << s.T << " H " << s.H << " HV " << s.HV
+             << " gate " << s.gate << (s.norm ? " l2norm" : "") << (s.fp32 ? "" : " bf16");
+}
+
+/// Memory of the device with its values on the host.
+struct Buffer {
+  Values host;
+  void* device = nullptr;
+  bool fp32;
+
+  Buffer(std::size_t count, bool wide) : host(count), fp32(wide) {
+    cudaMalloc(&device, count * bytes());
+    cudaMemset(device, 0xff, count * bytes());
+  }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  ~Buffer() { cudaFree(device); }
+
+  std::size_t bytes() const { return fp32 ? 4 : 2; }
+  /// Rounds the host's values to the element type.
+  void upload() {
+    std::vector<float> wide(host.size());
+    std::vector<__nv_bfloat16> narrow(host.size());
+    for (std::size_t i = 0; i < host.size(); ++i) {
+      wide[i] = static_cast<float>(host[i]);
+      narrow[i] = __float2bfloat16(wide[i]);
+      host[i] = fp32 ? wide[i] : __bfloat162float(narrow[i]);
+    }
+    cudaMemcpy(device, fp32 ? static_cast<void*>(wide.data()) : narrow.data(),
+               host.size() * bytes(), cudaMemcpyHostToDevice);
+  }
+  Values download() const {
+    std::vector<float> wide(host.size());
+    std::vector<__nv_bfloat16> narrow(host.size());
+    cudaMemcpy(fp32 ? static_cast<void*>(wide.data()) : narrow.data(), device,
+               host.size() * bytes(), cudaMemcpyDeviceToHost);
+    Values values(host.size());
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      values[i] = fp32 ? wide[i] : __bfloat162float(narrow[i]);
+    }
+    return values;
+  }
+  Tensor tensor(int64_t tokens, int64_t heads, int64_t columns) const {
+    return {device, {tokens * heads * columns, heads * columns, columns, 1}, fp32 ? 3 : 1};
+  }
+};
+
+class Gradient {
+ public:
+  explicit Gradient(const Shape& s)
+      : s_(s),
+        chunks_((s.T + kTokens - 1) / kTokens),
+        q(tokens(s.H, s.K), false),
+        k(tokens(s.H, s.K), false),
+        v(tokens(s.HV, s.V), false),
+        g(tokens(s.HV, s.K), true),
+        beta(tokens(s.HV, 1), true),
+        grad_o(tokens(s.HV, s.V), false),
+        v_new(tokens(s.HV, s.V), false),
+        R(tokens(s.HV, s.V), false),
+        h(states(), false),
+        dh(states(), false),
+        dq(tokens(s.HV, s.K), s.fp32),
+        dk(tokens(s.HV, s.K), s.fp32),
+        dv(tokens(s.HV, s.V), false),
+        dg(tokens(s.HV, s.K), true),
+        dbeta(tokens(s.HV, 1), true) {
+    fill();
+    for (Buffer* b : {&q, &k, &v, &g, &beta, &grad_o, &h, &dh}) b->upload();
+    for (int c = 0; c < chunks_; ++c) {
+      for (int hv = 0; hv < s.HV; ++hv) reference(c, hv);
+    }
+    for (Buffer* b : {&v_new, &R}) b->upload();
+  }
+
+  void run() {
+    GradParams p;
+    p.q = q.tensor(s_.T, s_.H, s_.K);
+    p.k = k.tensor(s_.T, s_.H, s_.K);
+    p.v = v.tensor(s_.T, s_.HV, s_.V);
+    p.beta = beta.tensor(s_.T, s_.HV, 1);
+    p.gate.g = g.tensor(s_.T, s_.HV, s_.K);
+    p.grad_o = grad_o.tensor(s_.T, s_.HV, s_.V);
+    p.v_new = v_new.tensor(s_.T, s_.HV, s_.V);
+    p.R = R.tensor(s_.T, s_.HV, s_.V);
+    p.h = h.tensor(s_.HV, s_.K, s_.V);
+    p.dh = dh.tensor(s_.HV, s_.K, s_.V);
+    p.dq = dq.tensor(s_.T, s_.HV, s_.K);
+    p.dk = dk.tensor(s_.T, s_.HV, s_.K);
+    p.dv = dv.tensor(s_.T, s_.HV, s_.V);
+    p.dg = dg.tensor(s_.T, s_.HV, s_.K);
+    p.dbeta = dbeta.tensor(s_.T, s_.HV, 1);
+    p.sequences.count = 1;
+    p.sequences.T = s_.T;
+    p.sequences.C = kTokens;
+    p.sequences.chunk_rows = p.sequences.chunks_per_row = chunks_;
+    p.heads = {s_.H, s_.HV, s_.HV / s_.H, s_.V, s_.K};
+    p.scale = static_cast<float>(kScale);
+    p.mantissa = static_cast<float>(kMantissa);
+    p.qk_l2norm = p.undo_l2norm = s_.norm;
+    const GradKernel grad = s_.K == 64 ? grad_bf16_k64() : grad_bf16_k128();
+    cudaFuncSetAttribute(grad.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                         static_cast<int>(grad.shared_bytes));
+    void* arguments[] = {&p};
+    ASSERT_EQ(cudaLaunchKernel(reinterpret_cast<const void*>(grad.kernel),
+                               dim3(static_cast<unsigned>(chunks_ * s_.HV)),
+                               dim3(static_cast<unsigned>(2 * s_.K)), arguments, grad.shared_bytes,
+                               nullptr),
+              cudaSuccess);
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  }
+
+  /// (7.1) over everything and over each chunk, against the targets of 7.3.
+  void check() const {
+    check("dq", dq, s_.K, 6e-3);
+    check("dk", dk, s_.K, 6e-3);
+    check("dv", dv, s_.V, 6e-3);
+    check("dg", dg, s_.K, 1e-2);
+    check("dbeta", dbeta, 1, 8e-3);
+  }
+
+ private:
+  static constexpr double kScale = 0.3;
+  static constexpr double kMantissa = 1.2;  ///< 0.3 = 1.2 2^-2
+
+  std::size_t tokens(int heads, int columns) const {
+    return static_cast<std::size_t>(s_.T) * static_cast<std::size_t>(heads * columns);
+  }
+  std::size_t states() const {
+    return static_cast<std::size_t>(chunks_ * s_.HV) * static_cast<std::size_t>(s_.K * s_.V);
+  }
+
+  void fill() {
+    std::mt19937 random(7);
+    std::normal_distribution<double> normal;
+    std::uniform_real_distribution<double> uniform(0, 1);
+    const double unit = s_.norm ? 1 : 1 / std::sqrt(s_.K);
+    for (double& x : q.host) x = normal(random) * unit;
+    for (double& x : k.host) x = normal(random) * unit;
+    for (double& x : v.host) x = normal(random);
+    for (double& x : grad_o.host) x = normal(random);
+    for (double& x : h.host) x = normal(random) * 0.3;
+    for (double& x : dh.host) x = normal(random) * 0.3;
+    for (double& x : beta.host) x = uniform(random);
+    for (double& x : g.host) x = s_.gate * std::pow(uniform(random), 4);
+  }
+
+  /// (2.1)-(2.13) of one chunk and value head.
+  void reference(int chunk, int hv) {
+    const int K = s_.K;
+    const int V = s_.V;
+    const int begin = chunk * kTokens;
+    const int rows = std::min(kTokens, s_.T - begin);
+    const int head = hv / (s_.HV / s_.H);
+    const auto row = [](auto& b, int t, int heads, int at, int columns) {
+      return b.host.data() + (static_cast<std::size_t>(t * heads + at)) * columns;
+    };
+    const std::size_t first = static_cast<std::size_t>(chunk * s_.HV + hv) * K * V;
+    std::vector<Values> decayed;
+    std::vector<Values> written;
+    Values S(h.host.begin() + first, h.host.begin() + first + K * V);
+    std::vector<Values> queries;
+    std::vector<Values> keys;
+    Values norms[2];
+    const auto normalised = [&](const double* x, Values& norm) {
+      double sum = 1e-6;
+      for (int c = 0; c < K; ++c) sum += x[c] * x[c];
+      norm.push_back(s_.norm ? 1 / std::sqrt(sum) : 1);
+      Values y(x, x + K);
+      for (double& e : y) e *= norm.back();
+      return y;
+    };
+    for (int t = begin; t < begin + rows; ++t) {
+      queries.push_back(normalised(row(q, t, s_.H, head, K), norms[0]));
+      keys.push_back(normalised(row(k, t, s_.H, head, K), norms[1]));
+      const Values& key = keys.back();
+      const double* gate = row(g, t, s_.HV, hv, K);
+      for (int i = 0; i < K * V; ++i) S[i] *= std::exp(std::max(gate[i / V], -40.0));
+      decayed.push_back(S);
+      double* u = row(v_new, t, s_.HV, hv, V);
+      for (int j = 0; j < V; ++j) {
+        u[j] = row(v, t, s_.HV, hv, V)[j];
+        for (int c = 0; c < K; ++c) u[j] -= S[c * V + j] * key[c];
+        u[j] *= row(beta, t, s_.HV, hv, 1)[0];
+      }
+      for (int i = 0; i < K * V; ++i) S[i] += key[i / V] * u[i % V];
+      written.push_back(S);
+    }
+    Values D(dh.host.begin() + first, dh.host.begin() + first + K * V);
+    for (double& x : D) x *= kMantissa;
+    for (int t = begin + rows - 1; t >= begin; --t) {
+      const Values& key = keys[t - begin];
+      const Values& St = decayed[t - begin];
+      const double* d_o = row(grad_o, t, s_.HV, hv, V);
+      const double* u = row(v_new, t, s_.HV, hv, V);
+      const double b = row(beta, t, s_.HV, hv, 1)[0];
+      double* x = row(dq, t, s_.HV, hv, K);
+      double* y = row(dk, t, s_.HV, hv, K);
+      double* z = row(dg, t, s_.HV, hv, K);
+      for (int c = 0; c < K; ++c) {
+        x[c] = 0;
+        for (int j = 0; j < V; ++j) {
+          D[c * V + j] += kScale * queries[t - begin][c] * d_o[j];
+          x[c] += kScale * written[t - begin][c * V + j] * d_o[j];
+        }
+      }
+      double* r = row(R, t, s_.HV, hv, V);
+      double& db = row(dbeta, t, s_.HV, hv, 1)[0];
+      db = 0;
+      for (int j = 0; j < V; ++j) {
+        double du = 0;
+        double e = row(v, t, s_.HV, hv, V)[j];
+        for (int c = 0; c < K; ++c) {
+          du += D[c * V + j] * key[c];
+          e -= St[c * V + j] * key[c];
+        }
+        db += du * e;
+        r[j] = du / kMantissa;
+        row(dv, t, s_.HV, hv, V)[j] = b * du;
+      }
+      for (int c = 0; c < K; ++c) {
+        y[c] = z[c] = 0;
+        const double decay = std::exp(std::max(row(g, t, s_.HV, hv, K)[c], -40.0));
+        for (int j = 0; j < V; ++j) {
+          const double de = b * r[j] * kMantissa;
+          y[c] += D[c * V + j] * u[j] - St[c * V + j] * de;
+          const double Dt = D[c * V + j] - key[c] * de;
+          z[c] += St[c * V + j] * Dt;
+          D[c * V + j] = decay * Dt;
+        }
+      }
+      undo_norm(x, queries[t - begin], norms[0][t - begin]);
+      undo_norm(y, key, norms[1][t - begin]);
+    }
+  }
+
+  /// (3.3).
+  void undo_norm(double* dx, const Values& y, double r) const {
+    if (!s_.norm) return;
+    double sum = 0;
+    for (int c = 0; c < s_.K; ++c) sum += y[c] * dx[c];
+    for (int c = 0; c < s_.K; ++c) dx[c] = r * (dx[c] - y[c] * sum);
+  }
+
+  void check(const char* name, const Buffer& b, int columns, double limit) const {
+    const Values found = b.download();
+    const auto ratio = [&](std::size_t begin, std::size_t end) {
+      double error = 0;
+      double norm = 0;
+      for (std::size_t i = begin; i < end; ++i) {
+        error += (found[i] - b.host[i]) * (found[i] - b.host[i]);
+        norm += b.host[i] * b.host[i];
+      }
+      return std::sqrt(error) / (std::sqrt(norm) + 1e-8);
+    };
+    EXPECT_LT(ratio(0, found.size()), limit) << name;
+    ::testing::Test::RecordProperty(name, std::to_string(ratio(0, found.size())));
+    if (std::getenv("KDA_PRINT")) printf("%s %.2e  ", name, ratio(0, found.size()));
+    const std::size_t step = static_cast<std::size_t>(kTokens * s_.HV) * columns;
+    for (std::size_t i = 0; i < found.size(); i += step) {
+      EXPECT_LT(ratio(i, std::min(i + step, found.size())), 4 * limit)
+          << name << ", chunk " << i / step;
+    }
+  }
+
+  Shape s_;
+  int chunks_;
+  Buffer q, k, v, g, beta, grad_o, v_new, R, h, dh, dq, dk, dv, dg, dbeta;
+};
+
+class Sm90ChunkGrad : public ::testing::TestWithParam<Shape> {};
+
+TEST_P(Sm90ChunkGrad, EqualsTheTokenRecurrence) {
+  int major = 0;
+  if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) != cudaSuccess ||
+      major != 9) {
+    GTEST_SKIP() << "no GPU of compute capability 9.0";
+  }
+  Gradient gradient(GetParam());
+  gradient.run();
+  gradient.check();
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Shapes, Sm90ChunkGrad,
+    ::testing::Values(Shape{64, 64, 32, 1, 1, 0}, Shape{128, 128, 32, 1, 1, 0},
+                      Shape{128, 128, 64, 1, 1, -5}, Shape{64, 128, 75, 1, 2, -2},
+                      Shape{128, 64, 17, 2, 2, -1}, Shape{128, 192, 50, 1, 2, -5},
+                      Shape{64, 256, 33, 2, 2, -1}, Shape{128, 128, 64, 1, 1, -30},
+                      Shape{64, 64, 47, 1, 1, -100}, Shape{128, 128, 70, 2, 2, -3, true},
+                      Shape{64, 128, 70, 2, 2, -3, true, false},
+                      Shape{128, 128, 40, 1, 1, -3, true, false}));
+
+}  // namespace
+}  // namespace kda::cuda::sm90

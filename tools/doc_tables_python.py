@@ -1,0 +1,173 @@
+"""Sections of docs/python.md and docs/fla.md from the reports of the Python package, for
+doc_tables.py."""
+
+import json
+import pathlib
+from collections import Counter
+
+RESULTS = pathlib.Path(__file__).resolve().parent.parent / "bench" / "results"
+
+
+def origin(report: dict) -> str:
+    """Where and when the figures of a report were taken."""
+    versions = [
+        f"{name} {report[name]}" for name in ("torch", "fla", "transformers") if report.get(name)
+    ]
+    return f"{report['machine']}; {', '.join(versions)}; {report['date'][:10]}\n\n"
+
+
+def table(columns: list, rows: list) -> str:
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
+
+
+def call_section(report: dict) -> str:
+    """Time and memory of a call, native_kda / fla."""
+    names = [name for name in ("native_kda", "fla") if name in report["host"]]
+
+    def cell(row: dict, form: str, *path: str) -> str:
+        values = []
+        for name in names:
+            value = row[name]
+            for key in path:
+                value = value[key]
+            values.append(format(value, form))
+        return " / ".join(values)
+
+    rows = []
+    for row in report["rows"]:
+        for name in names:
+            for kind in ("peak_bytes", "forward_peak_bytes"):
+                row[name][kind] /= 1e9
+        rows.append(
+            [
+                row["shape"],
+                ", ".join(map(str, row["sizes"])),
+                row["gate"],
+                cell(row, ".2f", "forward_ms", "median"),
+                cell(row, ".2f", "forward_and_backward_ms", "median"),
+                cell(row, ".2f", "forward_peak_bytes"),
+                cell(row, ".2f", "peak_bytes"),
+            ]
+        )
+    columns = ["", "B, T, H, HV, K, V", "gate", "forward, ms", "with backward, ms"]
+    columns += ["memory of the forward, GB", "with backward, GB"]
+    return origin(report) + table(columns, rows)
+
+
+def host_section(report: dict) -> str:
+    """Host time of small calls."""
+    names = ["forward_us", "forward_with_autograd_us", "step_us", "decode_us"]
+    rows = [
+        [f"`{contender}`"] + [f"{host[name]:.0f}" if name in host else "" for name in names]
+        for contender, host in report["host"].items()
+    ]
+    columns = ["microseconds", "forward, no_grad", "forward, gradients wanted"]
+    columns += ["forward and backward", "decode with a pool"]
+    return origin(report) + table(columns, rows)
+
+
+def fla_tests_section(report: dict) -> str:
+    """A row a test function of fla's test file."""
+    groups: dict = {}
+    for name, row in report["tests"].items():
+        groups.setdefault(name.partition("[")[0], []).append(row)
+    rows = []
+    for name, cases in groups.items():
+        implementations = Counter()
+        for case in cases:
+            implementations.update(case["implementations"])
+        passed = sum(case["outcome"] == "passed" for case in cases)
+        calls = ", ".join(f"`{n}` {k}" for n, k in sorted(implementations.items()))
+        rows.append(
+            [
+                f"`{name}`",
+                str(len(cases)),
+                str(passed),
+                str(sum(case["hits"] > 0 for case in cases)),
+                calls,
+            ]
+        )
+    text = origin(report) + table(["test", "cases", "passed", "with hits", "ran here"], rows)
+    return text + (
+        f"\n{report['meant and passed with hits']} of the {report['meant']} cases meant for this "
+        "library passed with hits.\n"
+    )
+
+
+def kimi_linear_section(report: dict) -> str:
+    other = report["without"]
+    rows = [
+        ["loss", f"{report['loss']:.6f}", f"{report['loss without']:.6f}"],
+        [
+            "norm of the gradient",
+            f"{report['gradient norm']:.5f}",
+            f"{report['gradient norm without']:.5f}",
+        ],
+    ]
+    calls = ", ".join(f"`{n}` {k}" for n, k in sorted(report["implementations"].items()))
+    return (
+        origin(report)
+        + table(["", "native_kda", other], rows)
+        + (
+            f"\nTokens generated alike: {report['tokens generated alike']:.0%}. Ran here: {calls}.\n"
+        )
+    )
+
+
+def char_lm_section(report: dict) -> str:
+    rows = [
+        [
+            f"`{run['kernels']}`",
+            str(run["seed"]),
+            f"{run['last loss']:.4f}",
+            f"{run['tokens per second']:,}".replace(",", " "),
+        ]
+        for run in report["runs"]
+    ]
+    columns = ["kernels", "seed", "loss at the end", "tokens per second"]
+    differences = ", ".join(
+        f"{text} {report[name]:.4f}"
+        for name, text in (
+            ("kernels differ by", "native_kda and fla with one seed"),
+            ("runs differ by", "two runs of fla with one seed"),
+            ("seeds differ by", "fla with two seeds"),
+        )
+    )
+    return (
+        origin(report)
+        + table(columns, rows)
+        + (f"\nRoot mean square of the difference of two curves: {differences}.\n")
+    )
+
+
+# By document: the sections, the report each is made from, and the command that writes it.
+_SECTIONS = {
+    "docs/python.md": [
+        ("calls", call_section, "cuda_h200_python.json", "bench/python/call_speed.py"),
+        ("host", host_section, "cuda_h200_python_host.json", "bench/python/call_speed.py"),
+    ],
+    "docs/fla.md": [
+        ("fla tests", fla_tests_section, "cuda_h200_fla_tests.json", "bench/python/fla_plugin.py"),
+        (
+            "kimi linear",
+            kimi_linear_section,
+            "cuda_h200_kimi_linear.json",
+            "examples/hf_kimi_linear.py",
+        ),
+        ("char lm", char_lm_section, "cuda_h200_char_lm.json", "examples/train_char_lm.py"),
+    ],
+}
+
+
+def sections() -> dict:
+    """By document, the text of each section. Where a report is absent it says so."""
+    documents: dict = {}
+    for document, rows in _SECTIONS.items():
+        for name, section, report, script in rows:
+            path = RESULTS / report
+            text = f"Not measured yet: `{script}` writes `bench/results/{report}`.\n"
+            if path.exists():
+                text = section(json.loads(path.read_text()))
+            documents.setdefault(document, {})[name] = text
+    return documents
