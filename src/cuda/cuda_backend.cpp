@@ -5,6 +5,7 @@
 #include "cuda/generic/pipeline.h"
 #include "cuda/recurrent/recurrent_op.h"
 #if KDA_HAS_SM90
+#include "cuda/sm90/chunk_bwd/chunk_bwd_op.h"
 #include "cuda/sm90/chunk_fwd/chunk_fwd_op.h"
 #include "cuda/sm90/recurrent/recurrent.h"
 #include "cuda/sm90/state_scan/state_scan_op.h"
@@ -32,6 +33,7 @@ constexpr Implementation generic(std::string_view name, Operation operation) {
 }
 
 #if KDA_HAS_SM90
+constexpr auto kMakeChunkBackward = cuda::sm90::make_chunk_bwd;
 constexpr auto kMakeChunkForward = cuda::sm90::make_chunk_fwd;
 constexpr auto kMakeRecurrent = cuda::sm90::make_recurrent;
 constexpr auto kMakeStateScan = cuda::sm90::make_state_scan;
@@ -41,6 +43,7 @@ Result<std::unique_ptr<Executor>> refuse(const Problem&, const Device&, const Op
                 "this build holds no code for compute capability 9.0; rebuild with 90a in "
                 "CMAKE_CUDA_ARCHITECTURES");
 }
+constexpr auto kMakeChunkBackward = refuse;
 constexpr auto kMakeChunkForward = refuse;
 constexpr auto kMakeRecurrent = refuse;
 constexpr auto kMakeStateScan = refuse;
@@ -65,6 +68,11 @@ constexpr std::array kRows = {
         "64, every gate, rows of 16 bytes; no saved scores",
         kMakeChunkForward},
     generic<cuda::chunk_bwd>("cuda_chunk_bwd", Operation::kChunkBackward),
+    // Behind the generic row until a GPU has run it.
+    Implementation{"sm90_chunk_bwd", kHopper, Operation::kChunkBackward, DeviceType::kCuda,
+                   "Hopper (sm_90), by name only: bf16 with K of 64 or 128, V a multiple of 64, "
+                   "every gate, rows of 16 bytes",
+                   kMakeChunkBackward},
     Implementation{"cuda_recurrent", kFamily, Operation::kRecurrent, DeviceType::kCuda,
                    "everything; at the speed of memory for K of 64 or 128 with fp32 or bf16 states "
                    "in 16-byte rows",

@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kGateThreads) activate(const __grid_constant__
     const int64_t hv = tile % p.heads.HV;
     const Chunk chunk = chunk_of(p.sequences, tile / p.heads.HV);
     if (chunk.rows == 0) continue;
-    if (tid < p.heads.K) cumulate_gate<Real>(p, chunk, hv, tid);
+    if (p.gamma.data && tid < p.heads.K) cumulate_gate<Real>(p, chunk, hv, tid);
     if (p.logit.data) activate_beta<Real>(p, chunk, hv);
     if (!p.rq.data || hv % p.heads.group != 0) continue;
     const int64_t h = hv / p.heads.group;

@@ -46,10 +46,16 @@ Recomputed recompute(Pipeline& run) {
   return f;
 }
 
+<<<<<<< HEAD
+}  // namespace
+
+void activations_backward(Pipeline& run, const Tensor& dg_decay, const Tensor& dbeta) {
+=======
 /// Section 3 back from the gradients of the decay, of the activated beta and of the normalised q, k
 /// of each value head.
 void activations_backward(Pipeline& run, const Tensor& dg_decay, const Tensor& dbeta,
                           const GroupSums& groups) {
+>>>>>>> main
   const Sizes& sizes = run.problem().sizes;
   const bool parameters = run.has(kDALog) || run.has(kDdtBias);
   const bool beta = run.problem().beta_sigmoid && run.has(kDbeta);
@@ -71,8 +77,6 @@ void activations_backward(Pipeline& run, const Tensor& dg_decay, const Tensor& d
   run(launch_gate_reduce, GateReduceParams{params.partial, run[kDALog], run[kDdtBias],
                                            run.problem().chunk_rows(), run.heads()});
 }
-
-}  // namespace
 
 void chunk_bwd(Pipeline& run) {
   const Problem& problem = run.problem();

@@ -101,5 +101,7 @@ struct Activations {
   Tensor gamma;   ///< [B,T,HV,K]
 };
 Activations activate(Pipeline& run);
+/// Section 3 back from the gradients of the decay and of the activated beta.
+void activations_backward(Pipeline& run, const Tensor& dg_decay, const Tensor& dbeta);
 
 }  // namespace kda::cuda

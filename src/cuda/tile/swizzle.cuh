@@ -44,6 +44,10 @@ struct SquareTile {
             (kSwizzle64 << 62)) +
            step * 2;
   }
+  /// Operand whose rows are summed over: its rows 16 step .. 16 step + 15, all 32 columns.
+  __device__ __forceinline__ uint64_t rows(int step) const {
+    return columns(0) + step * (16 * 64 >> 4);
+  }
 };
 
 /// Byte of an element of a SquareTile.

@@ -27,6 +27,8 @@ ChunkForwardKernels kernels_of(const PrepParams& p) {
   return fp16 ? chunk_fwd_fp16_k128() : chunk_fwd_bf16_k128();
 }
 
+}  // namespace
+
 Status launch_prep(const PrepParams& p, bool, cudaStream_t stream) {
   const ChunkForwardKernels kernels = kernels_of(p);
   return launch({"sm90_chunk_fwd_prep", p.sequences.chunk_rows * p.heads.HV, kPrepThreads,
@@ -34,8 +36,10 @@ Status launch_prep(const PrepParams& p, bool, cudaStream_t stream) {
                 kernels.prep, p, stream);
 }
 
+namespace {
+
 /// Blocks of 64 columns while those of 128 would leave half of the GPU idle.
-int groups_of(const ForwardScanParams& p) {
+int groups_of(const ScanParams& p) {
   if (p.heads.V % (kMostGroups * kGroupColumns) != 0) return 1;
   int device = 0;
   int sms = 0;
@@ -45,22 +49,20 @@ int groups_of(const ForwardScanParams& p) {
   return 2 * wide <= sms ? 1 : kMostGroups;
 }
 
-struct ScanLaunch {
-  ForwardScanParams params;
-  void (*kernel)(ForwardScanParams);
-};
+}  // namespace
 
 Status launch_scan(const ScanLaunch& scan, bool, cudaStream_t stream) {
-  ForwardScanParams p = scan.params;
+  ScanParams p = scan.params;
   p.groups = groups_of(p);
   const bool has_h = p.h.data != nullptr;
   const int bytes = p.heads.K == 64 ? forward_shared_bytes<64>(p.groups, has_h)
                                     : forward_shared_bytes<128>(p.groups, has_h);
   const int64_t blocks = p.sequences.count * p.heads.HV * (p.heads.V / (p.groups * kGroupColumns));
-  return launch(
-      {"sm90_chunk_fwd_scan", blocks, forward_threads(p.groups), static_cast<std::size_t>(bytes)},
-      scan.kernel, p, stream);
+  return launch({scan.name, blocks, forward_threads(p.groups), static_cast<std::size_t>(bytes)},
+                scan.kernel, p, stream);
 }
+
+namespace {
 
 void chunk_fwd(Pipeline& run) {
   const Problem& problem = run.problem();
@@ -80,7 +82,7 @@ void chunk_fwd(Pipeline& run) {
   prep.beta_sigmoid = problem.beta_sigmoid;
   run(launch_prep, prep);
 
-  ForwardScanParams scan;
+  ScanParams scan;
   scan.records = prep.records;
   scan.v = run[kV];
   scan.o = run[kO];
@@ -93,7 +95,7 @@ void chunk_fwd(Pipeline& run) {
   scan.heads = prep.heads;
   scan.chunk_size = problem.chunk_size;
   scan.scale = static_cast<float>(run.scale());
-  run(launch_scan, ScanLaunch{scan, kernels_of(prep).scan});
+  run(launch_scan, ScanLaunch{"sm90_chunk_fwd_scan", scan, kernels_of(prep).scan});
   run.finish();
 }
 

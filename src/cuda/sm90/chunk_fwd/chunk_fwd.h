@@ -20,11 +20,19 @@ struct PrepParams {
   float beta_factor = 1;
   bool qk_l2norm = false;
   bool beta_sigmoid = false;
+  bool split_beta = false;  ///< `solve` without diag(beta), and beta beside it
 };
 
-struct ForwardScanParams {
+/// What a walk over the chunks of a sequence reads and writes.
+enum class Walk {
+  kForward,  ///< v -> o, h, final_state
+  kRescan,   ///< v -> v_new, h; records with split beta
+  kReverse   ///< from the last chunk: do -> R / m, dh / m, dinitial_state; records with split beta
+};
+
+struct ScanParams {
   const std::byte* records = nullptr;
-  Tensor v, o, h;                     ///< h is optional
+  Tensor v, o, h;                     ///< in the order of Walk's comments; h is optional
   Tensor initial_state, final_state;  ///< strides in the order (sequence, head, k, v); optional
   Sequences sequences;                ///< with C = 32
   const int64_t* h_rows = nullptr;    ///< packed: first row of h of each sequence
@@ -32,7 +40,17 @@ struct ForwardScanParams {
   Heads heads;
   int32_t chunk_size = 64;  ///< the caller's: a row of h each
   int32_t groups = 1;       ///< consumer warpgroups
-  float scale = 1;
+  float scale = 1;          ///< of o; kReverse: of do, a power of two
+  float mantissa = 1;       ///< kReverse: m, the rest of the scale
 };
+
+Status launch_prep(const PrepParams& params, bool fp64, cudaStream_t stream);
+
+struct ScanLaunch {
+  const char* name;
+  ScanParams params;
+  void (*kernel)(ScanParams);
+};
+Status launch_scan(const ScanLaunch& scan, bool fp64, cudaStream_t stream);
 
 }  // namespace kda::cuda::sm90

@@ -18,6 +18,7 @@ inline constexpr int kChunk = 32;
 ///   solve   32 rows x 64 bytes: (I + L)^-1 diag(beta)
 ///   scores  32 rows x 64 bytes: tril(q k^T 2^(G_i - G_j)), not scaled
 ///   decay   K fp32: 2^G_end
+///   beta    32 fp32: activated beta, for the backward only; its `solve` is (I + L)^-1 alone
 template <int K>
 struct Record {
   static constexpr int kRead = 0;
@@ -25,9 +26,10 @@ struct Record {
   static constexpr int kSolve = kUpdate + K * kChunk * 2;
   static constexpr int kScores = kSolve + kChunk * kChunk * 2;
   static constexpr int kDecay = kScores + kChunk * kChunk * 2;
-  static constexpr int kBytes = kDecay + K * 4;
+  static constexpr int kBeta = kDecay + K * 4;
+  static constexpr int kBytes = kBeta + kChunk * 4;
 };
-static_assert(Record<128>::kBytes == 29184 && Record<64>::kBytes == 16640);
+static_assert(Record<128>::kBytes == 29312 && Record<64>::kBytes == 16768);
 
 inline constexpr int kPrepThreads = 128;
 /// bf16: 33 KB of shared memory each, 80 registers. fp16 needs 81 KB: two blocks.

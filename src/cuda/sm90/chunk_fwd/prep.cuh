@@ -309,7 +309,7 @@ __global__ void __launch_bounds__(kPrepThreads, kIsBf16<Io> ? kPrepBlocksPerSm :
   }
   __syncthreads();
   if (tid < 32) {
-    write_solve(shared, record);
+    write_solve(shared, record, p.split_beta);
   } else {
     write_scores(shared, record);
   }

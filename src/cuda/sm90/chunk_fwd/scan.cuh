@@ -13,6 +13,8 @@
 //   r^T = v^T - Z^T, v_new^T = r^T T^T             (4.16)
 //   O^T += v_new^T P^T, o = scale O                (4.17), stored under the next chunk's reads
 //   S^T = 2^G_end . S^T + v_new^T kg               (4.15)
+// The re-scan of the backward leaves v_new in place of o: v_new^T = (beta r)^T (I + L)^-T, and
+// neither O nor P takes part.
 // Every A operand comes from accumulators of the step before: nothing of the recurrence passes
 // through shared memory.
 //
@@ -80,7 +82,7 @@ struct ForwardWork {
   TokenRange range;
 };
 
-__device__ __forceinline__ ForwardWork forward_work(const ForwardScanParams& p) {
+__device__ __forceinline__ ForwardWork forward_work(const ScanParams& p) {
   const int64_t columns = int64_t{p.groups} * kGroupColumns;
   const int64_t tiles = p.heads.V / columns;
   const int64_t head = blockIdx.x / tiles;
@@ -103,8 +105,8 @@ struct ForwardBarriers {
 };
 
 /// The loading warp.
-template <class Io, int K>
-__device__ void load_chunks(const ForwardScanParams& p, const ForwardWork& work,
+template <class Io, int K, Walk kWalk>
+__device__ void load_chunks(const ScanParams& p, const ForwardWork& work,
                             const ForwardMemory<K>& memory, ForwardBarriers& barriers) {
   constexpr int kUnits = kGroupColumns / kUnitElements;
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -112,16 +114,18 @@ __device__ void load_chunks(const ForwardScanParams& p, const ForwardWork& work,
   const Io* const v = static_cast<const Io*>(p.v.data) +
                       token_offset(p.v, work.range.batch, work.range.begin, work.hv) + work.v0;
   RingPosition<kForwardStages> at;
-  for (int64_t c = 0; c < work.range.chunks; ++c, at.advance()) {
+  for (int64_t i = 0; i < work.range.chunks; ++i, at.advance()) {
+    const int64_t c = kWalk == Walk::kReverse ? work.range.chunks - 1 - i : i;
     wait_for(&barriers.empty[at.stage], at.parity ^ 1);
     uint64_t* const full = &barriers.full[at.stage];
     if (lane == 0) {
-      constexpr uint32_t kBytes = Record<K>::kBytes;
+      constexpr uint32_t kBytes = kWalk == Walk::kForward ? Record<K>::kBeta : Record<K>::kBytes;
       ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, full,
                                      kBytes);
-      ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, memory.record(at.stage),
-                         p.records + ((work.range.first_chunk + c) * p.heads.HV + work.hv) * kBytes,
-                         kBytes, full);
+      ptx::cp_async_bulk(
+          ptx::space_cluster, ptx::space_global, memory.record(at.stage),
+          p.records + ((work.range.first_chunk + c) * p.heads.HV + work.hv) * Record<K>::kBytes,
+          kBytes, full);
     }
     const int rows = rows_of(work, c);
     for (int group = 0; group < p.groups; ++group) {
@@ -139,12 +143,23 @@ __device__ void load_chunks(const ForwardScanParams& p, const ForwardWork& work,
   }
 }
 
+/// Keeps what is computed with x on this side of the asm statements before.
+template <int N>
+__device__ __forceinline__ void pin(float (&x)[N]) {
+#pragma unroll
+  for (float& value : x) asm volatile("" : "+f"(value));
+}
+
 /// A consumer warpgroup.
-template <class Io, int K>
+template <class IoType, int HeadSize, Walk kOwnWalk = Walk::kForward>
 struct ForwardConsumer {
+  using Io = IoType;
+  static constexpr int K = HeadSize;
+  static constexpr Walk kWalk = kOwnWalk;
+  static constexpr bool kHasO = kWalk == Walk::kForward;
   static constexpr int kState = K / 2;  ///< accumulator registers of S^T
 
-  const ForwardScanParams& p;
+  const ScanParams& p;
   const ForwardWork& work;
   const ForwardMemory<K>& memory;
   ForwardBarriers& barriers;
@@ -153,7 +168,7 @@ struct ForwardConsumer {
   FragmentLane at;
   TransposedLane lines;
 
-  __device__ ForwardConsumer(const ForwardScanParams& params, const ForwardWork& range,
+  __device__ ForwardConsumer(const ScanParams& params, const ForwardWork& range,
                              const ForwardMemory<K>& shared, ForwardBarriers& sync, int warp,
                              int lane)
       : p(params),
@@ -261,6 +276,12 @@ struct ForwardConsumer {
     }
   }
 
+  /// Split beta of the columns of pair i of packed accumulators [64 x 32].
+  __device__ __forceinline__ float2 beta_of(const unsigned char* record, int i) const {
+    return *reinterpret_cast<const float2*>(record + Record<K>::kBeta +
+                                            (i / 2 * 8 + at.column) * 4);
+  }
+
   __device__ __forceinline__ void decay(float (&state)[kState], const unsigned char* record) const {
     const auto* const factor = reinterpret_cast<const float*>(record + Record<K>::kDecay);
 #pragma unroll
@@ -271,9 +292,7 @@ struct ForwardConsumer {
       state[4 * i + 2] *= f.x;
       state[4 * i + 3] *= f.y;
     }
-    // Here, under the product in flight, and not where the compiler would sink it to.
-#pragma unroll
-    for (int i = 0; i < kState; ++i) asm volatile("" : "+f"(state[i]));
+    pin(state);  // here, under the product in flight, and not where the compiler would sink it to
   }
 
   /// o: that of chunk c - 1, which leaves under the first products, then that of chunk c.
@@ -283,39 +302,47 @@ struct ForwardConsumer {
     const unsigned char* const record = memory.record(position.stage);
     const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(record));
     const PanelTile<2 * kChunk> ke{address + Record<K>::kRead};
-    const PanelTile<2 * kChunk> qe{address + Record<K>::kRead + kChunk * kPanelRowBytes};
+    [[maybe_unused]] const PanelTile<2 * kChunk> qe{address + Record<K>::kRead +
+                                                    kChunk * kPanelRowBytes};
     const PanelTile<kChunk> kg{address + Record<K>::kUpdate};
     const SquareTile T{address + Record<K>::kSolve};
-    const SquareTile P{address + Record<K>::kScores};
+    [[maybe_unused]] const SquareTile P{address + Record<K>::kScores};
 
     uint32_t h[kState / 2];
 #pragma unroll
     for (int i = 0; i < kState / 2; ++i) h[i] = pack<Io>(state[2 * i], state[2 * i + 1]);
     wait_for(&barriers.full[position.stage], position.parity);
     float Z[16];
-    float O[16];
+    [[maybe_unused]] float O[16];
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < K / 16; ++step) {
       wgmma_rs<Io, Major::kSummed>(Z, h + 4 * step, ke.columns(step), step > 0);
     }
     wgmma_commit();
+    if constexpr (kHasO) {
 #pragma unroll
-    for (int step = 0; step < K / 16; ++step) {
-      wgmma_rs<Io, Major::kSummed>(O, h + 4 * step, qe.columns(step), step > 0);
+      for (int step = 0; step < K / 16; ++step) {
+        wgmma_rs<Io, Major::kSummed>(O, h + 4 * step, qe.columns(step), step > 0);
+      }
+      wgmma_commit();
     }
-    wgmma_commit();
 
     store_o(o, c - 1, to);
     uint32_t r[8];
     const auto v = static_cast<uint32_t>(__cvta_generic_to_shared(memory.v(position.stage, group)));
     ldmatrix_transposed(r, v + lines.offset(0));
     ldmatrix_transposed(r + 4, v + lines.offset(1));
-    wgmma_wait<1>();
+    wgmma_wait<kHasO ? 1 : 0>();
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float2 value = unpack<Io>(r[i]);
-      r[i] = pack<Io>(value.x - Z[2 * i], value.y - Z[2 * i + 1]);
+      float2 rest{value.x - Z[2 * i], value.y - Z[2 * i + 1]};
+      if constexpr (!kHasO) {
+        const float2 beta = beta_of(record, i);
+        rest = {beta.x * rest.x, beta.y * rest.y};
+      }
+      r[i] = pack<Io>(rest.x, rest.y);
     }
     float V[16];
     wgmma_fence();
@@ -329,15 +356,19 @@ struct ForwardConsumer {
 #pragma unroll
     for (int i = 0; i < 8; ++i) v_new[i] = pack<Io>(V[2 * i], V[2 * i + 1]);
     wgmma_fence();
-    wgmma_rs<Io, Major::kSummed>(O, v_new, P.columns(0), true);
-    wgmma_rs<Io, Major::kSummed>(O, v_new + 4, P.columns(1), true);
-    wgmma_commit();
+    if constexpr (kHasO) {
+      wgmma_rs<Io, Major::kSummed>(O, v_new, P.columns(0), true);
+      wgmma_rs<Io, Major::kSummed>(O, v_new + 4, P.columns(1), true);
+      wgmma_commit();
+    }
     wgmma_rs<Io, Major::kOuter>(state, v_new, kg.rows(0), true);
     wgmma_rs<Io, Major::kOuter>(state, v_new + 4, kg.rows(1), true);
     wgmma_commit();
-    wgmma_wait<1>();
+    if constexpr (kHasO) wgmma_wait<1>();
 #pragma unroll
-    for (int i = 0; i < 8; ++i) o[i] = pack<Io>(p.scale * O[2 * i], p.scale * O[2 * i + 1]);
+    for (int i = 0; i < 8; ++i) {
+      o[i] = kHasO ? pack<Io>(p.scale * O[2 * i], p.scale * O[2 * i + 1]) : v_new[i];
+    }
     wgmma_wait<0>();
     __syncwarp();
     if (thread % 32 == 0) ptx::mbarrier_arrive(&barriers.empty[position.stage]);
@@ -359,13 +390,14 @@ struct ForwardConsumer {
   }
 };
 
-template <class Io, int K>
+/// Consumer: ForwardConsumer or what walks like it.
+template <class Consumer>
 __global__ void __launch_bounds__(forward_threads(kMostGroups), 1)
-    sm90_chunk_fwd_scan(const __grid_constant__ ForwardScanParams p) {
+    sm90_chunk_scan(const __grid_constant__ ScanParams p) {
   extern __shared__ __align__(1024) unsigned char dynamic[];
   __shared__ ForwardBarriers barriers;
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
-  const ForwardMemory<K> memory{dynamic, p.groups};
+  const ForwardMemory<Consumer::K> memory{dynamic, p.groups};
   if (threadIdx.x == 0) {
     for (int i = 0; i < kForwardStages; ++i) {
       ptx::mbarrier_init(&barriers.full[i], 33);
@@ -377,11 +409,11 @@ __global__ void __launch_bounds__(forward_threads(kMostGroups), 1)
   const ForwardWork work = forward_work(p);
   if (warp >= 4 * p.groups) {
     release_registers<kLoaderRegisters>();
-    if (warp == 4 * p.groups) load_chunks<Io, K>(p, work, memory, barriers);
+    if (warp == 4 * p.groups)
+      load_chunks<typename Consumer::Io, Consumer::K, Consumer::kWalk>(p, work, memory, barriers);
   } else {
     claim_registers<kStateRegisters>();
-    ForwardConsumer<Io, K>(p, work, memory, barriers, warp, static_cast<int>(threadIdx.x) % 32)
-        .run();
+    Consumer(p, work, memory, barriers, warp, static_cast<int>(threadIdx.x) % 32).run();
   }
 }
 

@@ -273,12 +273,16 @@ __device__ __forceinline__ void multiply_blocks(float (&d)[2][4], A a, B b) {
   }
 }
 
-/// (I + L)^-1 diag(beta): the block below the diagonal is -T22 L21 T11.
+/// (I + L)^-1, with diag(beta) unless that is split: the block below the diagonal is -T22 L21 T11.
 template <class Io, int K>
-__device__ __forceinline__ void write_solve(PrepShared<Io, K>& shared, std::byte* record) {
+__device__ __forceinline__ void write_solve(PrepShared<Io, K>& shared, std::byte* record,
+                                            bool split_beta) {
   auto& L = shared.L;
   invert_blocks(L);
   const int lane = static_cast<int>(threadIdx.x) % 32;
+  if (split_beta) {
+    reinterpret_cast<float*>(record + Record<K>::kBeta)[lane] = shared.beta[lane];
+  }
   const int g = lane / 4;
   const int c = 2 * (lane % 4);
   float z[2][4] = {};
@@ -301,7 +305,7 @@ __device__ __forceinline__ void write_solve(PrepShared<Io, K>& shared, std::byte
   for (int e = 0; e < 16; ++e) {  // 16 fragments of 8 rows x 8 columns
     const int row = e / 4 * 8 + g;
     const int column = e % 4 * 8 + c;
-    const float2 beta = pair_at(shared.beta, column);
+    const float2 beta = split_beta ? float2{1, 1} : pair_at(shared.beta, column);
     float2 y{0, 0};
     if (e / 8 == e % 4 / 2) {
       y = pair_at(L[row], column);

@@ -8,7 +8,7 @@ namespace kda::cuda::sm90 {
 struct ChunkForwardKernels {
   void (*prep)(PrepParams);
   std::size_t prep_shared_bytes;
-  void (*scan)(ForwardScanParams);
+  void (*scan)(ScanParams);
 };
 
 ChunkForwardKernels chunk_fwd_bf16_k64();

@@ -1,0 +1,216 @@
+// The backward on Hopper: prep -> re-scan (h, v_new) -> reverse scan (dh, R) -> grad, parallel over
+// chunks, then the generic launches that end gates, beta and groups of value heads.
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "cuda/generic/pipeline.h"
+#include "cuda/sm90/chunk_bwd/chunk_bwd_op.h"
+#include "cuda/sm90/chunk_bwd/grad.h"
+#include "cuda/sm90/chunk_bwd/instances/scan_instances.h"
+#include "cuda/sm90/chunk_fwd/config.h"
+
+namespace kda::cuda::sm90 {
+namespace {
+
+using enum TensorId;
+
+constexpr int64_t kRowBytes = 16;
+constexpr int64_t kMostBlocks = std::numeric_limits<int32_t>::max();
+constexpr int kMostExponent = 32;  ///< do times 2^e has to stay within the range of bf16
+
+/// scale = mantissa * factor, 1 <= |mantissa| < 2, factor a power of two.
+struct Scale {
+  float mantissa;
+  float factor;
+  int exponent;
+};
+
+Scale split(double scale) {
+  int exponent = 0;
+  const double half = std::frexp(scale, &exponent);
+  return {static_cast<float>(2 * half), std::ldexp(1.0f, exponent - 1), exponent - 1};
+}
+
+/// Contiguous bf16 scratch.
+Tensor scratch_bf16(Pipeline& run, const int64_t (&shape)[4]) {
+  Tensor t;
+  t.data = run.bytes(shape[0] * shape[1] * shape[2] * shape[3], 2);
+  t.stride[3] = 1;
+  for (int i = 2; i >= 0; --i) t.stride[i] = t.stride[i + 1] * shape[i + 1];
+  t.dtype = static_cast<int32_t>(DType::kBF16);
+  return t;
+}
+
+PrepParams prepare(Pipeline& run) {
+  const Problem& problem = run.problem();
+  PrepParams prep;
+  prep.q = run[kQ];
+  prep.k = run[kK];
+  prep.beta = run[kBeta];
+  prep.gate = run.gate();
+  prep.sequences = run.sequences_in_chunks(kChunk);
+  prep.heads = run.heads();
+  const int64_t record = prep.heads.K == 64 ? Record<64>::kBytes : Record<128>::kBytes;
+  prep.records = static_cast<std::byte*>(
+      run.bytes(prep.sequences.chunk_rows * prep.heads.HV, static_cast<std::size_t>(record)));
+  prep.beta_factor = problem.allow_neg_eigval ? 2 : 1;
+  prep.qk_l2norm = problem.qk_l2norm;
+  prep.beta_sigmoid = problem.beta_sigmoid;
+  prep.split_beta = true;
+  run(launch_prep, prep);
+  return prep;
+}
+
+/// v_new, h and R, dh of both walks, into `grad`.
+void walk(Pipeline& run, const PrepParams& prep, GradParams& grad) {
+  const Sizes& s = run.problem().sizes;
+  const Scale scale = split(run.scale());
+  ScanParams scan;
+  scan.records = prep.records;
+  scan.sequences = prep.sequences;
+  scan.h_rows = prep.sequences.offsets;
+  scan.h_row_count = prep.sequences.chunk_rows;
+  scan.heads = prep.heads;
+  scan.chunk_size = kChunk;
+  const int64_t rows = prep.sequences.chunk_rows;
+  scan.v = run[kV];
+  scan.o = grad.v_new = scratch_bf16(run, {s.B, s.T, s.HV, s.V});
+  scan.h = grad.h = scratch_bf16(run, {rows, s.HV, s.K, s.V});
+  scan.initial_state = run.state(kInitialState);
+  const BackwardScans kernels = s.K == 64 ? backward_scans_k64() : backward_scans_k128();
+  run(launch_scan, ScanLaunch{"sm90_chunk_bwd_rescan", scan, kernels.rescan});
+
+  scan.v = run[kDo];
+  scan.o = grad.R = scratch_bf16(run, {s.B, s.T, s.HV, s.V});
+  scan.h = grad.dh = scratch_bf16(run, {rows, s.HV, s.K, s.V});
+  scan.initial_state = run.state(kDfinalState);
+  scan.final_state = run.state(kDinitialState);
+  scan.scale = scale.factor;
+  scan.mantissa = scale.mantissa;
+  run(launch_scan, ScanLaunch{"sm90_chunk_bwd_reverse_scan", scan, kernels.reverse});
+  grad.mantissa = scale.mantissa;
+}
+
+/// The norms of q and k for the sum over groups.
+void find_norms(Pipeline& run, Tensor& rq, Tensor& rk) {
+  ActivateParams params;
+  rq = params.rq = run.scalars(run.problem().sizes.H);
+  rk = params.rk = run.scalars(run.problem().sizes.H);
+  params.q = run[kQ];
+  params.k = run[kK];
+  params.heads = run.heads();
+  params.sequences = run.sequences();
+  run(launch_activate, params);
+}
+
+/// grad writes dq and dk of the inputs itself.
+bool writes_keys(const Problem& problem) {
+  const DType dtype = problem[kDq].dtype;
+  return problem.sizes.HV == problem.sizes.H && problem.has(kDq) && problem.has(kDk) &&
+         dtype == problem[kDk].dtype && (dtype == DType::kBF16 || dtype == DType::kF32);
+}
+
+void chunk_bwd(Pipeline& run) {
+  const Problem& problem = run.problem();
+  const Sizes& s = problem.sizes;
+  run.require_aligned("sm90_chunk_bwd", {kQ, kK, kV, kG, kDo, kDq, kDk, kDv});
+  const PrepParams prep = prepare(run);
+  GradParams grad;
+  walk(run, prep, grad);
+  grad.q = prep.q;
+  grad.k = prep.k;
+  grad.v = run[kV];
+  grad.beta = prep.beta;
+  grad.grad_o = run[kDo];
+  grad.gate = prep.gate;
+  const bool direct = writes_keys(problem);
+  grad.dq = direct ? run[kDq] : run.tokens(s.HV, s.K);
+  grad.dk = direct ? run[kDk] : run.tokens(s.HV, s.K);
+  grad.dv = run[kDv];
+  grad.dg = run.tokens(s.HV, s.K);
+  grad.dbeta = problem.beta_sigmoid ? run.scalars(s.HV) : run[kDbeta];
+  grad.sequences = prep.sequences;
+  grad.heads = prep.heads;
+  grad.scale = static_cast<float>(run.scale());
+  grad.beta_factor = prep.beta_factor;
+  grad.qk_l2norm = prep.qk_l2norm;
+  grad.undo_l2norm = prep.qk_l2norm && direct;
+  grad.beta_sigmoid = prep.beta_sigmoid;
+  run(launch_grad, grad);
+  if (!direct) {
+    Tensor rq;
+    Tensor rk;
+    if (prep.qk_l2norm) find_norms(run, rq, rk);
+    run.sum_groups({{{kDq, grad.dq, run[kQ], rq}, {kDk, grad.dk, run[kK], rk}}});
+  }
+  activations_backward(run, grad.dg, grad.dbeta);
+  run.finish();
+}
+
+/// "" or which tensor has rows that are not whole units of 16 bytes.
+std::string uneven_rows(const Problem& problem) {
+  for (const TensorId id : {kQ, kK, kV, kG, kDo, kDq, kDk, kDv}) {
+    const TensorLayout& t = problem[id];
+    if (!problem.has(id)) continue;
+    const auto bytes = static_cast<int64_t>(size_of(t.dtype));
+    for (std::size_t i = 0; i < 4; ++i) {
+      if (i == 3 ? t.stride[i] != 1 : t.shape[i] > 1 && t.stride[i] * bytes % kRowBytes != 0) {
+        return fmt::format("rows apart from {} bytes ({})", kRowBytes, name_of(id));
+      }
+    }
+  }
+  return "";
+}
+
+/// "" or the feature that this leaf lacks.
+std::string obstacle_of(const Problem& problem) {
+  const Sizes& s = problem.sizes;
+  if (s.K != 64 && s.K != 128) return fmt::format("K = {} (64 or 128)", s.K);
+  if (s.V % kGroupColumns != 0) return fmt::format("V = {} (a multiple of 64)", s.V);
+  if (s.T == 0 || problem.sequences() == 0) return "no tokens";
+  // 2^(first - G) of the diagonal blocks leaves the range of fp16.
+  for (const TensorId id : {kQ, kK, kV, kDo, kDv}) {
+    const DType dtype = problem[id].dtype;
+    if (problem.has(id) && dtype != DType::kBF16) {
+      return fmt::format("{} tensors ({})", name_of(dtype), name_of(id));
+    }
+  }
+  for (const TensorId id : {kInitialState, kDfinalState, kDinitialState}) {
+    const DType dtype = problem[id].dtype;
+    if (problem.has(id) && dtype != DType::kF32 && dtype != DType::kBF16) {
+      return fmt::format("{} tensors ({})", name_of(dtype), name_of(id));
+    }
+  }
+  if (computes_in_fp64(problem)) return "fp64 tensors";
+  const double scale = problem.effective_scale();
+  if (scale == 0 || !std::isfinite(scale) || std::abs(split(scale).exponent) > kMostExponent) {
+    return fmt::format("scale = {} (2^-{} to 2^{} in size)", scale, kMostExponent, kMostExponent);
+  }
+  if (std::string uneven = uneven_rows(problem); !uneven.empty()) return uneven;
+  const int64_t rows = s.B * (s.T / kChunk + 1) + problem.sequences();
+  if (rows > kMostBlocks / s.HV) return "more chunks than one grid holds";
+  return "";
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Executor>> make_chunk_bwd(const Problem& problem, const Device& device,
+                                                 const Options&) {
+  if (Status status = check_device(device); !status.ok()) return status;
+  int major = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device.index);
+  if (major != 9) {
+    return Status(StatusCode::kUnsupported, fmt::format("compute capability {}.x (9.0)", major));
+  }
+  if (std::string obstacle = obstacle_of(problem); !obstacle.empty()) {
+    return Status(StatusCode::kUnsupported, std::move(obstacle));
+  }
+  return make_pipeline(problem, device, chunk_bwd);
+}
+
+}  // namespace kda::cuda::sm90

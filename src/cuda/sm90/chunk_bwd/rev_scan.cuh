@@ -1,0 +1,130 @@
+// rev_scan: the chunks of one sequence, value head and 64 or 128 columns of V from the last to the
+// first; records and do -> dh / m, R / m and the gradient of the initial state.
+//
+// The scale is m 2^e with 1 <= |m| < 2. Everything is linear in (do, dfinal_state), so the walk
+// multiplies do by 2^e, which is exact in 16 bits, starts from dfinal_state / m, and m comes back
+// where the results are used.
+//
+// Grid, warps, shared memory and barriers are those of scan.cuh. A consumer keeps D^T [64 v x K k]
+// in fp32 accumulators. Per chunk, in the record's letters, do already times 2^e:
+//   dh^T = D^T packed to 16 bits                   of the state that leaves the chunk
+//   dv^T = dh^T kg^T + do^T P                      kg summed along its columns, P along its rows
+//   R^T = dv^T (I + L)^-1                          stored under the next chunk's products
+//   D^T = 2^G_end . D^T + do^T qe - (beta R)^T ke
+#pragma once
+
+#include "cuda/sm90/chunk_fwd/scan.cuh"
+
+namespace kda::cuda::sm90 {
+
+template <class IoType, int HeadSize>
+struct ReverseConsumer : ForwardConsumer<IoType, HeadSize, Walk::kReverse> {
+  using Base = ForwardConsumer<IoType, HeadSize, Walk::kReverse>;
+  using Io = IoType;
+  using Base::Base;
+  using Base::K;
+  using Base::kState;
+
+  /// do^T of the chunk, times 2^e.
+  __device__ __forceinline__ void load_do(uint32_t (&x)[8], int stage) const {
+    const auto from =
+        static_cast<uint32_t>(__cvta_generic_to_shared(this->memory.v(stage, this->group)));
+    ldmatrix_transposed(x, from + this->lines.offset(0));
+    ldmatrix_transposed(x + 4, from + this->lines.offset(1));
+#pragma unroll
+    for (uint32_t& pair : x) {
+      const float2 value = unpack<Io>(pair);
+      pair = pack<Io>(this->p.scale * value.x, this->p.scale * value.y);
+    }
+  }
+
+  /// R: that of chunk c + 1, which leaves under the first products, then that of chunk c.
+  __device__ __forceinline__ void chunk(float (&state)[kState], uint32_t (&R)[8], Io*& to,
+                                        int64_t c,
+                                        const RingPosition<kForwardStages>& position) const {
+    const unsigned char* const record = this->memory.record(position.stage);
+    const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(record));
+    const PanelTile<2 * kChunk> ke{address + Record<K>::kRead};
+    const PanelTile<2 * kChunk> qe{address + Record<K>::kRead + kChunk * kPanelRowBytes};
+    const PanelTile<kChunk> kg{address + Record<K>::kUpdate};
+    const SquareTile A{address + Record<K>::kSolve};
+    const SquareTile P{address + Record<K>::kScores};
+
+    uint32_t dh[kState / 2];
+#pragma unroll
+    for (int i = 0; i < kState / 2; ++i) dh[i] = pack<Io>(state[2 * i], state[2 * i + 1]);
+    wait_for(&this->barriers.full[position.stage], position.parity);
+    uint32_t grad_o[8];
+    load_do(grad_o, position.stage);
+    float X[16];
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < K / 16; ++step) {
+      wgmma_rs<Io, Major::kSummed>(X, dh + 4 * step, kg.columns(step), step > 0);
+    }
+    wgmma_rs<Io, Major::kOuter>(X, grad_o, P.rows(0), true);
+    wgmma_rs<Io, Major::kOuter>(X, grad_o + 4, P.rows(1), true);
+    wgmma_commit();
+    if (c + 1 < this->work.range.chunks) store_R(R, c + 1, to);
+    wgmma_wait<0>();
+    this->store_h(dh, c);
+
+    uint32_t dv[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) dv[i] = pack<Io>(X[2 * i], X[2 * i + 1]);
+    float Y[16];
+    wgmma_fence();
+    wgmma_rs<Io, Major::kOuter>(Y, dv, A.rows(0), false);
+    wgmma_rs<Io, Major::kOuter>(Y, dv + 4, A.rows(1), true);
+    wgmma_commit();
+    this->decay(state, record);
+    wgmma_wait<0>();
+    uint32_t y[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float2 beta = this->beta_of(record, i);
+      R[i] = pack<Io>(Y[2 * i], Y[2 * i + 1]);
+      y[i] = pack<Io>(-beta.x * Y[2 * i], -beta.y * Y[2 * i + 1]);
+    }
+    wgmma_fence();
+    wgmma_rs<Io, Major::kOuter>(state, grad_o, qe.rows(0), true);
+    wgmma_rs<Io, Major::kOuter>(state, grad_o + 4, qe.rows(1), true);
+    wgmma_rs<Io, Major::kOuter>(state, y, ke.rows(0), true);
+    wgmma_rs<Io, Major::kOuter>(state, y + 4, ke.rows(1), true);
+    wgmma_commit();
+    wgmma_wait<0>();
+    __syncwarp();
+    if (this->thread % 32 == 0) ptx::mbarrier_arrive(&this->barriers.empty[position.stage]);
+  }
+
+  /// Steps back: store_o moves one chunk forward.
+  __device__ __forceinline__ void store_R(const uint32_t (&R)[8], int64_t c, Io*& to) const {
+    this->store_o(R, c, to);
+    to -= 2 * kChunk * this->p.o.stride[1];
+  }
+
+  __device__ void run() const {
+    float state[kState];
+    this->load_state(state);
+    // Without a chunk the gradient passes bit for bit.
+    const float mantissa = this->work.range.chunks > 0 ? this->p.mantissa : 1;
+    const float inverse = 1 / mantissa;
+#pragma unroll
+    for (int i = 0; i < kState; ++i) state[i] *= inverse;
+    const int64_t last = this->work.range.chunks - 1;
+    RingPosition<kForwardStages> position;
+    uint32_t R[8];
+    Io* to =
+        static_cast<Io*>(this->p.o.data) +
+        token_offset(this->p.o, this->work.range.batch,
+                     this->work.range.begin + last * kChunk + this->thread / 8, this->work.hv) +
+        this->work.v0 + this->group * kGroupColumns + this->thread % 8 * kUnitElements;
+    for (int64_t c = last; c >= 0; --c, position.advance()) chunk(state, R, to, c, position);
+    if (last >= 0) store_R(R, 0, to);
+#pragma unroll
+    for (int i = 0; i < kState; ++i) state[i] *= mantissa;
+    this->store_state(state);
+  }
+};
+
+}  // namespace kda::cuda::sm90
