@@ -9,6 +9,7 @@ flash-linear-attention, or by transformers' own torch code (the only choice on t
 
 import argparse
 import json
+import os
 import shlex
 import sys
 import time
@@ -96,6 +97,7 @@ def main():
         "transformers": __import__("transformers").__version__,
         "native_kda": native_kda.__version__,
         "fla": __import__("fla").__version__,
+        "fla's configurations": os.environ.get("FLA_CACHE_MODE", "autotuned"),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "dtype": str(dtype), "without": against,
         "loss": loss, "loss without": other_loss,

@@ -13,6 +13,7 @@ torch that have no fixed order) is measured too. bench/python/plot_losses.py dra
 import argparse
 import json
 import math
+import os
 import pathlib
 import shlex
 import statistics
@@ -112,6 +113,14 @@ def run(text, kernels, seed, steps):
     return {**found, "losses": [round(loss, 5) for loss in losses]}
 
 
+def write(report, path):
+    """After each run, so that one cut short leaves those that it had."""
+    if path:
+        with open(path, "w") as file:
+            json.dump(report, file)
+            file.write("\n")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kernels", default="native_kda,fla")
@@ -124,24 +133,26 @@ def main():
     text = torch.frombuffer(bytearray(data), dtype=torch.uint8).cuda()
     kernels, seeds = given.kernels.split(","), list(map(int, given.seeds.split(",")))
     pairs = [(kernel, seed) for kernel in kernels for seed in seeds]
-    runs = [run(text, *pair, given.steps) for pair in pairs]
     report = {"command": "python " + shlex.join(sys.argv),
               "machine": torch.cuda.get_device_name(0), "torch": torch.__version__,
               "native_kda": native_kda.__version__, "fla": __import__("fla").__version__,
+              "fla's configurations": os.environ.get("FLA_CACHE_MODE", "autotuned"),
               "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-              "bytes of text": len(data), "steps": given.steps, "runs": runs}
-    curves = {pair: found["losses"] for pair, found in zip(pairs, runs)}
-    if {"native_kda", "fla"} <= set(kernels) and len(seeds) > 1:
-        again = run(text, "fla", seeds[0], given.steps)["losses"]
+              "bytes of text": len(data), "steps": given.steps, "runs": []}
+    curves = {}
+    for pair in pairs:
+        report["runs"].append(run(text, *pair, given.steps))
+        curves[pair] = report["runs"][-1]["losses"]
+        write(report, given.json)
+    if {"native_kda", "fla"} <= set(kernels):
         fla = curves["fla", seeds[0]]
         report["kernels differ by"] = difference(curves["native_kda", seeds[0]], fla)
-        report["runs differ by"] = difference(again, fla)
-        report["seeds differ by"] = difference(curves["fla", seeds[1]], fla)
+        if len(seeds) > 1:
+            again = run(text, "fla", seeds[0], given.steps)["losses"]
+            report["runs differ by"] = difference(again, fla)
+            report["seeds differ by"] = difference(curves["fla", seeds[1]], fla)
         print({name: x for name, x in report.items() if name.endswith("differ by")})
-    if given.json:
-        with open(given.json, "w") as file:
-            json.dump(report, file)
-            file.write("\n")
+        write(report, given.json)
 
 
 if __name__ == "__main__":
