@@ -138,6 +138,7 @@ TEST(Sm90ChunkBackward, ReasonsNameTheFeature) {
   KDA_NEEDS_HOPPER();
   const auto reason = [](Sizes sizes, DType io, double scale) {
     Problem problem = Problem::make(Operation::kChunkBackward, sizes, io);
+    problem.set(kDq, io);
     problem.scale = scale;
     return supports(problem, {DeviceType::kCuda, 0}, choosing("sm90_chunk_bwd")).message();
   };

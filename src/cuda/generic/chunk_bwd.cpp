@@ -46,16 +46,10 @@ Recomputed recompute(Pipeline& run) {
   return f;
 }
 
-<<<<<<< HEAD
 }  // namespace
 
-void activations_backward(Pipeline& run, const Tensor& dg_decay, const Tensor& dbeta) {
-=======
-/// Section 3 back from the gradients of the decay, of the activated beta and of the normalised q, k
-/// of each value head.
 void activations_backward(Pipeline& run, const Tensor& dg_decay, const Tensor& dbeta,
                           const GroupSums& groups) {
->>>>>>> main
   const Sizes& sizes = run.problem().sizes;
   const bool parameters = run.has(kDALog) || run.has(kDdtBias);
   const bool beta = run.problem().beta_sigmoid && run.has(kDbeta);

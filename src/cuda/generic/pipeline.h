@@ -101,7 +101,10 @@ struct Activations {
   Tensor gamma;   ///< [B,T,HV,K]
 };
 Activations activate(Pipeline& run);
-/// Section 3 back from the gradients of the decay and of the activated beta.
-void activations_backward(Pipeline& run, const Tensor& dg_decay, const Tensor& dbeta);
+
+/// Section 3 back from the gradients of the decay, of the activated beta and of the normalised q, k
+/// of each value head.
+void activations_backward(Pipeline& run, const Tensor& dg_decay, const Tensor& dbeta,
+                          const GroupSums& groups);
 
 }  // namespace kda::cuda

@@ -92,7 +92,7 @@ void walk(Pipeline& run, const PrepParams& prep, GradParams& grad) {
   scan.final_state = run.state(kDinitialState);
   scan.scale = scale.factor;
   scan.mantissa = scale.mantissa;
-  run(launch_scan, ScanLaunch{"sm90_chunk_bwd_reverse_scan", scan, kernels.reverse});
+  run(launch_scan, ScanLaunch{"sm90_chunk_bwd_reverse_scan", scan, kernels.reverse, true});
   grad.mantissa = scale.mantissa;
 }
 
@@ -142,13 +142,14 @@ void chunk_bwd(Pipeline& run) {
   grad.undo_l2norm = prep.qk_l2norm && direct;
   grad.beta_sigmoid = prep.beta_sigmoid;
   run(launch_grad, grad);
+  GroupSums groups;
   if (!direct) {
     Tensor rq;
     Tensor rk;
     if (prep.qk_l2norm) find_norms(run, rq, rk);
-    run.sum_groups({{{kDq, grad.dq, run[kQ], rq}, {kDk, grad.dk, run[kK], rk}}});
+    groups = run.group_sums({{{kDq, grad.dq, run[kQ], rq}, {kDk, grad.dk, run[kK], rk}}});
   }
-  activations_backward(run, grad.dg, grad.dbeta);
+  activations_backward(run, grad.dg, grad.dbeta, groups);
   run.finish();
 }
 

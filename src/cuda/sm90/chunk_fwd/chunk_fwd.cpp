@@ -58,7 +58,8 @@ Status launch_scan(const ScanLaunch& scan, bool, cudaStream_t stream) {
   const int bytes = p.heads.K == 64 ? forward_shared_bytes<64>(p.groups, has_h)
                                     : forward_shared_bytes<128>(p.groups, has_h);
   const int64_t blocks = p.sequences.count * p.heads.HV * (p.heads.V / (p.groups * kGroupColumns));
-  return launch({scan.name, blocks, forward_threads(p.groups), static_cast<std::size_t>(bytes)},
+  return launch({scan.name, blocks, forward_threads(p.groups), static_cast<std::size_t>(bytes),
+                 scan.beside_last},
                 scan.kernel, p, stream);
 }
 

@@ -50,6 +50,7 @@ struct ScanLaunch {
   const char* name;
   ScanParams params;
   void (*kernel)(ScanParams);
+  bool beside_last = false;  ///< needs nothing of the launch before: may run beside it
 };
 Status launch_scan(const ScanLaunch& scan, bool fp64, cudaStream_t stream);
 

@@ -396,6 +396,9 @@ __global__ void __launch_bounds__(forward_threads(kMostGroups), 1)
     sm90_chunk_scan(const __grid_constant__ ScanParams p) {
   extern __shared__ __align__(1024) unsigned char dynamic[];
   __shared__ ForwardBarriers barriers;
+  // The reverse scan needs the records alone, which are complete: it starts as soon as the blocks
+  // of the re-scan are all running, and ends after them.
+  if constexpr (Consumer::kWalk == Walk::kRescan) cudaTriggerProgrammaticLaunchCompletion();
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   const ForwardMemory<Consumer::K> memory{dynamic, p.groups};
   if (threadIdx.x == 0) {
@@ -415,6 +418,7 @@ __global__ void __launch_bounds__(forward_threads(kMostGroups), 1)
     claim_registers<kStateRegisters>();
     Consumer(p, work, memory, barriers, warp, static_cast<int>(threadIdx.x) % 32).run();
   }
+  if constexpr (Consumer::kWalk == Walk::kReverse) cudaGridDependencySynchronize();
 }
 
 }  // namespace kda::cuda::sm90
