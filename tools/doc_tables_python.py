@@ -16,6 +16,16 @@ def origin(report: dict) -> str:
     return f"{report['machine']}; {', '.join(versions)}; {report['date'][:10]}\n\n"
 
 
+def configurations(report: dict) -> str:
+    """How fla's kernels were configured, where that was not left to its autotuner."""
+    if report.get("fla's configurations", "autotuned") == "autotuned":
+        return ""
+    return (
+        "fla's kernels were not autotuned: each had one configuration, pinned by "
+        "`bench/python/pin_fla.py`.\n"
+    )
+
+
 def table(columns: list, rows: list) -> str:
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
@@ -110,8 +120,10 @@ def kimi_linear_section(report: dict) -> str:
         origin(report)
         + table(["", "native_kda", other], rows)
         + (
-            f"\nTokens generated alike: {report['tokens generated alike']:.0%}. Ran here: {calls}.\n"
+            f"\nTokens generated alike: {report['tokens generated alike']:.0%}. "
+            f"Ran here: {calls}.\n"
         )
+        + configurations(report)
     )
 
 
@@ -127,17 +139,19 @@ def char_lm_section(report: dict) -> str:
     ]
     columns = ["kernels", "seed", "loss at the end", "tokens per second"]
     differences = ", ".join(
-        f"{text} {report[name]:.4f}"
+        f"{text} {report[name]:.5f}"
         for name, text in (
             ("kernels differ by", "native_kda and fla with one seed"),
             ("runs differ by", "two runs of fla with one seed"),
             ("seeds differ by", "fla with two seeds"),
         )
+        if name in report
     )
     return (
         origin(report)
         + table(columns, rows)
         + (f"\nRoot mean square of the difference of two curves: {differences}.\n")
+        + configurations(report)
     )
 
 

@@ -1,7 +1,7 @@
 """Time, memory and host overhead of the Python calls, beside flash-linear-attention's.
 
 usage: python bench/python/call_speed.py [--shapes S1,S3] [--gates softplus,lower_bound] [--no-fla]
-           [--repeat N] [--json bench/results/python_calls.json]
+           [--repeat N] [--json bench/results/cuda_h200_python.json]
        python bench/python/call_speed.py --cpu [--json FILE]
 
 Both contenders run in one process, alternating; the L2 cache is flushed before each run; of N runs

@@ -4,9 +4,9 @@ usage: python bench/python/pin_fla.py FOLDER [KERNEL...]
        FLA_CACHE_MODE=default FLA_CONFIG_DIR=FOLDER python ...
 
 Writes what fla's own configuration cache reads, so that its kernels run without autotuning, which
-takes minutes on first use. Of the configurations that a kernel offers the one is taken that has four
-warps, or next to that, the fewest stages, and the largest blocks of at most 64. Its results are
-fla's; its speed is not. With names of kernels only those are pinned and the others autotuned.
+takes minutes on first use. The configuration of a kernel that is taken has four warps, or next to
+that, the fewest stages, and the largest blocks of at most 64. Its results are fla's; its speed is
+not. With names of kernels only those are pinned and the others autotuned.
 """
 
 import gc
@@ -17,7 +17,12 @@ import sys
 
 from fla.ops.utils.cache import CachedAutotuner
 
-MODULES = ("fla.layers.kda", "fla.ops.kda", "fla.modules.convolution", "fla.modules.fused_norm_gate")
+MODULES = (
+    "fla.layers.kda",
+    "fla.ops.kda",
+    "fla.modules.convolution",
+    "fla.modules.fused_norm_gate",
+)
 
 
 def preferred(config):

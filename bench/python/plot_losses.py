@@ -1,6 +1,6 @@
 """Draws the loss curves of a report of examples/train_char_lm.py.
 
-usage: python bench/python/plot_losses.py bench/results/python_char_lm.json docs/images/char_lm.svg
+usage: python bench/python/plot_losses.py bench/results/cuda_h200_char_lm.json docs/images/char_lm.svg
 """
 
 import json
@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 WINDOW = 10  # steps over which a point averages
-STYLES = {"native_kda": "-", "fla": "--"}
+STYLES = {"native_kda": "-", "fla": ":"}
 
 
 def smooth(losses):
@@ -25,8 +25,8 @@ def main(source, target):
     plt.rcParams["svg.hashsalt"] = "losses"  # the same report gives the same file
     _, axes = plt.subplots(figsize=(7, 4))
     for run in report["runs"]:
-        axes.plot(smooth(run["losses"]), STYLES[run["kernels"]], color=f"C{run['seed']}",
-                  linewidth=1.2, label=f"{run['kernels']}, seed {run['seed']}")
+        axes.plot(smooth(run["losses"]), STYLES[run["kernels"]], linewidth=1.5,
+                  color=f"C{run['seed']}" if run["kernels"] == "native_kda" else "black", label=f"{run['kernels']}, seed {run['seed']}")
     axes.set(xlabel="step", ylabel=f"cross-entropy, nats a byte, mean of {WINDOW} steps")
     axes.legend()
     plt.tight_layout()
