@@ -68,7 +68,7 @@ constexpr std::array kRows = {
         "64, every gate, rows of 16 bytes; no saved scores",
         kMakeChunkForward},
     generic<cuda::chunk_bwd>("cuda_chunk_bwd", Operation::kChunkBackward),
-    // Behind the generic row until a GPU has run it.
+    // Behind the generic row until its accuracy on correlated keys and of dA_log is settled.
     Implementation{"sm90_chunk_bwd", kHopper, Operation::kChunkBackward, DeviceType::kCuda,
                    "Hopper (sm_90), by name only: bf16 with K of 64 or 128, V a multiple of 64, "
                    "every gate, rows of 16 bytes",
