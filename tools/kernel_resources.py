@@ -17,6 +17,7 @@ def demangle(names):
     result = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True)
     plain = [line.replace("(anonymous namespace)::", "").replace("kda::cuda::", "") for line in
              result.stdout.splitlines()]
+    plain = [re.sub(r"\([\w:]+\)(?=\d)", "", line) for line in plain]  # (Walk)1 among template arguments
     return [re.sub(r"^void ", "", line).split("(")[0].replace("__nv_bfloat16", "bf16") for line in plain]
 
 
