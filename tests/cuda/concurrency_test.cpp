@@ -100,13 +100,8 @@ TEST(CudaReports, RACE_04_LongZeroInputEnds) {
       args.in(spec.id, zeros.address());
     }
     const Plan plan = make_plan(problem, {DeviceType::kCuda, 0}).value();
-    std::size_t free = 0;
-    std::size_t total = 0;
-    require(cudaMemGetInfo(&free, &total));
     const auto o_bytes = static_cast<std::size_t>(plan.problem().bytes(TensorId::kO));
-    if (free < plan.workspace_bytes() + o_bytes + (std::size_t{1} << 30)) {
-      GTEST_SKIP() << "needs " << plan.workspace_bytes() << " bytes of free device memory";
-    }
+    KDA_NEEDS_MEMORY(plan.workspace_bytes() + o_bytes + (std::size_t{1} << 30));
     const DeviceBuffer o(o_bytes);
     const DeviceBuffer workspace(plan.workspace_bytes());
     args.out(TensorId::kO, o.address());

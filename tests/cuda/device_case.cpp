@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include "kda/backend.h"
@@ -24,6 +25,14 @@ std::string no_hopper() {
   int major = 0;
   require(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
   return major == 9 ? "" : "the GPU is no Hopper";
+}
+
+std::string too_little_memory(std::size_t bytes) {
+  std::size_t free = 0;
+  std::size_t total = 0;
+  require(cudaMemGetInfo(&free, &total));
+  if (free >= bytes) return "";
+  return fmt::format("needs {} bytes of free device memory, found {}", bytes, free);
 }
 
 Options choosing(std::string_view implementation) {

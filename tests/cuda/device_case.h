@@ -28,6 +28,13 @@ std::string no_hopper();
 #define KDA_NEEDS_HOPPER() \
   if (const std::string reason = kda::test::no_hopper(); !reason.empty()) GTEST_SKIP() << reason
 
+/// "" or, where less device memory is free, what is needed and what there is. Errors throw.
+std::string too_little_memory(std::size_t bytes);
+
+#define KDA_NEEDS_MEMORY(bytes)                                                        \
+  if (const std::string reason = kda::test::too_little_memory(bytes); !reason.empty()) \
+  GTEST_SKIP() << reason
+
 Options choosing(std::string_view implementation);
 
 /// Throws kda::Error with the CUDA error.

@@ -12,6 +12,7 @@
 
 #include <gtest/gtest.h>
 
+#include "cuda/device_case.h"
 #include "cuda/sm90/chunk_bwd/instances/grad_instances.h"
 
 namespace kda::cuda::sm90 {
@@ -300,11 +301,7 @@ class Gradient {
 class Sm90ChunkGrad : public ::testing::TestWithParam<Shape> {};
 
 TEST_P(Sm90ChunkGrad, EqualsTheTokenRecurrence) {
-  int major = 0;
-  if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) != cudaSuccess ||
-      major != 9) {
-    GTEST_SKIP() << "no GPU of compute capability 9.0";
-  }
+  KDA_NEEDS_HOPPER();
   Gradient gradient(GetParam());
   gradient.run();
   gradient.check();

@@ -2,7 +2,6 @@
 // chunks, then the generic launches that end gates, beta and groups of value heads.
 #include <cmath>
 #include <cstdint>
-#include <limits>
 #include <string>
 #include <utility>
 
@@ -13,14 +12,13 @@
 #include "cuda/sm90/chunk_bwd/grad.h"
 #include "cuda/sm90/chunk_bwd/instances/scan_instances.h"
 #include "cuda/sm90/chunk_fwd/config.h"
+#include "cuda/sm90/requirements.h"
 
 namespace kda::cuda::sm90 {
 namespace {
 
 using enum TensorId;
 
-constexpr int64_t kRowBytes = 16;
-constexpr int64_t kMostBlocks = std::numeric_limits<int32_t>::max();
 constexpr int kMostExponent = 32;  ///< do times 2^e has to stay within the range of bf16
 
 /// scale = mantissa * factor, 1 <= |mantissa| < 2, factor a power of two.
@@ -44,26 +42,6 @@ Tensor scratch_bf16(Pipeline& run, const int64_t (&shape)[4]) {
   for (int i = 2; i >= 0; --i) t.stride[i] = t.stride[i + 1] * shape[i + 1];
   t.dtype = static_cast<int32_t>(DType::kBF16);
   return t;
-}
-
-PrepParams prepare(Pipeline& run) {
-  const Problem& problem = run.problem();
-  PrepParams prep;
-  prep.q = run[kQ];
-  prep.k = run[kK];
-  prep.beta = run[kBeta];
-  prep.gate = run.gate();
-  prep.sequences = run.sequences_in_chunks(kChunk);
-  prep.heads = run.heads();
-  const int64_t record = prep.heads.K == 64 ? Record<64>::kBytes : Record<128>::kBytes;
-  prep.records = static_cast<std::byte*>(
-      run.bytes(prep.sequences.chunk_rows * prep.heads.HV, static_cast<std::size_t>(record)));
-  prep.beta_factor = problem.allow_neg_eigval ? 2 : 1;
-  prep.qk_l2norm = problem.qk_l2norm;
-  prep.beta_sigmoid = problem.beta_sigmoid;
-  prep.split_beta = true;
-  run(launch_prep, prep);
-  return prep;
 }
 
 /// v_new, h and R, dh of both walks, into `grad`.
@@ -119,7 +97,7 @@ void chunk_bwd(Pipeline& run) {
   const Problem& problem = run.problem();
   const Sizes& s = problem.sizes;
   run.require_aligned("sm90_chunk_bwd", {kQ, kK, kV, kG, kDo, kDq, kDk, kDv});
-  const PrepParams prep = prepare(run);
+  const PrepParams prep = prepare_records(run, true);
   GradParams grad;
   walk(run, prep, grad);
   grad.q = prep.q;
@@ -153,27 +131,9 @@ void chunk_bwd(Pipeline& run) {
   run.finish();
 }
 
-/// "" or which tensor has rows that are not whole units of 16 bytes.
-std::string uneven_rows(const Problem& problem) {
-  for (const TensorId id : {kQ, kK, kV, kG, kDo, kDq, kDk, kDv}) {
-    const TensorLayout& t = problem[id];
-    if (!problem.has(id)) continue;
-    const auto bytes = static_cast<int64_t>(size_of(t.dtype));
-    for (std::size_t i = 0; i < 4; ++i) {
-      if (i == 3 ? t.stride[i] != 1 : t.shape[i] > 1 && t.stride[i] * bytes % kRowBytes != 0) {
-        return fmt::format("rows apart from {} bytes ({})", kRowBytes, name_of(id));
-      }
-    }
-  }
-  return "";
-}
-
 /// "" or the feature that this leaf lacks.
 std::string obstacle_of(const Problem& problem) {
-  const Sizes& s = problem.sizes;
-  if (s.K != 64 && s.K != 128) return fmt::format("K = {} (64 or 128)", s.K);
-  if (s.V % kGroupColumns != 0) return fmt::format("V = {} (a multiple of 64)", s.V);
-  if (s.T == 0 || problem.sequences() == 0) return "no tokens";
+  if (std::string obstacle = size_obstacle(problem); !obstacle.empty()) return obstacle;
   // 2^(first - G) of the diagonal blocks leaves the range of fp16.
   for (const TensorId id : {kQ, kK, kV, kDo, kDv}) {
     const DType dtype = problem[id].dtype;
@@ -192,22 +152,14 @@ std::string obstacle_of(const Problem& problem) {
   if (scale == 0 || !std::isfinite(scale) || std::abs(split(scale).exponent) > kMostExponent) {
     return fmt::format("scale = {} (2^-{} to 2^{} in size)", scale, kMostExponent, kMostExponent);
   }
-  if (std::string uneven = uneven_rows(problem); !uneven.empty()) return uneven;
-  const int64_t rows = s.B * (s.T / kChunk + 1) + problem.sequences();
-  if (rows > kMostBlocks / s.HV) return "more chunks than one grid holds";
-  return "";
+  return uneven_rows(problem, {kQ, kK, kV, kG, kDo, kDq, kDk, kDv});
 }
 
 }  // namespace
 
 Result<std::unique_ptr<Executor>> make_chunk_bwd(const Problem& problem, const Device& device,
                                                  const Options&) {
-  if (Status status = check_device(device); !status.ok()) return status;
-  int major = 0;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device.index);
-  if (major != 9) {
-    return Status(StatusCode::kUnsupported, fmt::format("compute capability {}.x (9.0)", major));
-  }
+  if (Status status = check_hopper(device); !status.ok()) return status;
   if (std::string obstacle = obstacle_of(problem); !obstacle.empty()) {
     return Status(StatusCode::kUnsupported, std::move(obstacle));
   }

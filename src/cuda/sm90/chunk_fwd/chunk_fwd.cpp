@@ -12,13 +12,13 @@
 #include "cuda/sm90/chunk_fwd/chunk_fwd_op.h"
 #include "cuda/sm90/chunk_fwd/config.h"
 #include "cuda/sm90/chunk_fwd/instances/instances.h"
+#include "cuda/sm90/requirements.h"
 
 namespace kda::cuda::sm90 {
 namespace {
 
 using enum TensorId;
 
-constexpr int64_t kRowBytes = 16;
 constexpr int64_t kMostBlocks = std::numeric_limits<int32_t>::max();
 
 ChunkForwardKernels kernels_of(const PrepParams& p) {
@@ -63,11 +63,8 @@ Status launch_scan(const ScanLaunch& scan, bool, cudaStream_t stream) {
                 scan.kernel, p, stream);
 }
 
-namespace {
-
-void chunk_fwd(Pipeline& run) {
+PrepParams prepare_records(Pipeline& run, bool split_beta) {
   const Problem& problem = run.problem();
-  run.require_aligned("sm90_chunk_fwd", {kQ, kK, kV, kG, kO, kH});
   PrepParams prep;
   prep.q = run[kQ];
   prep.k = run[kK];
@@ -81,7 +78,26 @@ void chunk_fwd(Pipeline& run) {
   prep.beta_factor = problem.allow_neg_eigval ? 2 : 1;
   prep.qk_l2norm = problem.qk_l2norm;
   prep.beta_sigmoid = problem.beta_sigmoid;
+  prep.split_beta = split_beta;
   run(launch_prep, prep);
+  return prep;
+}
+
+std::string size_obstacle(const Problem& problem) {
+  const Sizes& s = problem.sizes;
+  if (s.K != 64 && s.K != 128) return fmt::format("K = {} (64 or 128)", s.K);
+  if (s.V % kGroupColumns != 0) return fmt::format("V = {} (a multiple of 64)", s.V);
+  if (s.T == 0 || problem.sequences() == 0) return "no tokens";
+  const int64_t rows = s.B * (s.T / kChunk + 1) + problem.sequences();
+  return rows > kMostBlocks / s.HV ? "more chunks than one grid holds" : "";
+}
+
+namespace {
+
+void chunk_fwd(Pipeline& run) {
+  const Problem& problem = run.problem();
+  run.require_aligned("sm90_chunk_fwd", {kQ, kK, kV, kG, kO, kH});
+  const PrepParams prep = prepare_records(run, false);
 
   ScanParams scan;
   scan.records = prep.records;
@@ -102,10 +118,7 @@ void chunk_fwd(Pipeline& run) {
 
 /// "" or the feature that this leaf lacks.
 std::string obstacle_of(const Problem& problem) {
-  const Sizes& s = problem.sizes;
-  if (s.K != 64 && s.K != 128) return fmt::format("K = {} (64 or 128)", s.K);
-  if (s.V % kGroupColumns != 0) return fmt::format("V = {} (a multiple of 64)", s.V);
-  if (s.T == 0 || problem.sequences() == 0) return "no tokens";
+  if (std::string obstacle = size_obstacle(problem); !obstacle.empty()) return obstacle;
   if (problem.has(kAqk) || problem.has(kA)) {
     return fmt::format("saved scores ({})", problem.has(kAqk) ? "Aqk" : "A");
   }
@@ -125,38 +138,14 @@ std::string obstacle_of(const Problem& problem) {
     }
   }
   if (computes_in_fp64(problem)) return "fp64 tensors";
-  for (const TensorId id : {kQ, kK, kV, kO, kH}) {
-    const TensorLayout& t = problem[id];
-    if (!problem.has(id)) continue;
-    for (std::size_t i = 0; i < 4; ++i) {
-      const int64_t bytes = t.stride[i] * 2;
-      if (i == 3 ? t.stride[i] != 1 : t.shape[i] > 1 && bytes % kRowBytes != 0) {
-        return fmt::format("rows apart from {} bytes ({})", kRowBytes, name_of(id));
-      }
-    }
-  }
-  const TensorLayout& g = problem[kG];
-  const auto g_bytes = static_cast<int64_t>(size_of(g.dtype));
-  for (std::size_t i = 0; i < 4; ++i) {  // channels are read in pairs
-    if (i == 3 ? g.stride[i] != 1 : g.shape[i] > 1 && g.stride[i] * g_bytes % kRowBytes != 0) {
-      return fmt::format("rows apart from {} bytes (g)", kRowBytes);
-    }
-  }
-  const int64_t rows = s.B * (s.T / kChunk + 1) + problem.sequences();
-  if (rows > kMostBlocks / s.HV) return "more chunks than one grid holds";
-  return "";
+  return uneven_rows(problem, {kQ, kK, kV, kO, kH, kG});
 }
 
 }  // namespace
 
 Result<std::unique_ptr<Executor>> make_chunk_fwd(const Problem& problem, const Device& device,
                                                  const Options&) {
-  if (Status status = check_device(device); !status.ok()) return status;
-  int major = 0;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device.index);
-  if (major != 9) {
-    return Status(StatusCode::kUnsupported, fmt::format("compute capability {}.x (9.0)", major));
-  }
+  if (Status status = check_hopper(device); !status.ok()) return status;
   if (std::string obstacle = obstacle_of(problem); !obstacle.empty()) {
     return Status(StatusCode::kUnsupported, std::move(obstacle));
   }

@@ -3,11 +3,17 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
 
 #include <cuda_runtime_api.h>
 
 #include "cuda/params.h"
+#include "kda/problem.h"
 #include "kda/status.h"
+
+namespace kda::cuda {
+class Pipeline;
+}
 
 namespace kda::cuda::sm90 {
 
@@ -45,6 +51,12 @@ struct ScanParams {
 };
 
 Status launch_prep(const PrepParams& params, bool fp64, cudaStream_t stream);
+
+/// Launches prep on the inputs of a forward or backward, into records of the workspace.
+PrepParams prepare_records(Pipeline& run, bool split_beta);
+
+/// "" or which size these kernels do not take.
+std::string size_obstacle(const Problem& problem);
 
 struct ScanLaunch {
   const char* name;

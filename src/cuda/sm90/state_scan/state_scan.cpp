@@ -10,6 +10,7 @@
 
 #include "cuda/generic/pipeline.h"
 #include "cuda/launch.h"
+#include "cuda/sm90/requirements.h"
 #include "cuda/sm90/state_scan/instances/instances.h"
 #include "cuda/sm90/state_scan/state_scan_op.h"
 #include "cuda/tensor_map.h"
@@ -213,15 +214,7 @@ Status launch_state_scan(const ScanRequest& request, bool, cudaStream_t stream) 
 
 Result<std::unique_ptr<Executor>> make_state_scan(const Problem& problem, const Device& device,
                                                   const Options& options) {
-  if (Status status = check_device(device); !status.ok()) return status;
-  int major = 0;
-  int minor = 0;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device.index);
-  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device.index);
-  if (major != 9) {
-    return Status(StatusCode::kUnsupported,
-                  fmt::format("compute capability {}.{} (9.0)", major, minor));
-  }
+  if (Status status = check_hopper(device); !status.ok()) return status;
   if (std::string obstacle = state_scan_obstacle(problem); !obstacle.empty()) {
     return Status(StatusCode::kUnsupported, std::move(obstacle));
   }

@@ -1,0 +1,37 @@
+#include "cuda/sm90/requirements.h"
+
+#include <cstddef>
+#include <cstdint>
+
+#include <fmt/format.h>
+
+#include "cuda/executor.h"
+
+namespace kda::cuda::sm90 {
+
+Status check_hopper(const Device& device) {
+  if (Status status = check_device(device); !status.ok()) return status;
+  int major = 0;
+  int minor = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device.index);
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device.index);
+  if (major == 9) return {};
+  return {StatusCode::kUnsupported, fmt::format("compute capability {}.{} (9.0)", major, minor)};
+}
+
+std::string uneven_rows(const Problem& problem, std::initializer_list<TensorId> ids) {
+  constexpr int64_t kRowBytes = 16;
+  for (const TensorId id : ids) {
+    if (!problem.has(id)) continue;
+    const TensorLayout& t = problem[id];
+    const auto bytes = static_cast<int64_t>(size_of(t.dtype));
+    for (std::size_t i = 0; i < 4; ++i) {
+      if (i == 3 ? t.stride[i] != 1 : t.shape[i] > 1 && t.stride[i] * bytes % kRowBytes != 0) {
+        return fmt::format("rows apart from {} bytes ({})", kRowBytes, name_of(id));
+      }
+    }
+  }
+  return "";
+}
+
+}  // namespace kda::cuda::sm90

@@ -1,0 +1,19 @@
+// What several Hopper leaves ask of the device and of a problem.
+#pragma once
+
+#include <initializer_list>
+#include <string>
+
+#include "kda/problem.h"
+#include "kda/status.h"
+
+namespace kda::cuda::sm90 {
+
+/// check_device, and kUnsupported where the compute capability is not 9.0.
+Status check_hopper(const Device& device);
+
+/// "" or which of these tensors, where it takes part, has rows that are not whole units of 16
+/// bytes, one behind the other at multiples of 16 bytes.
+std::string uneven_rows(const Problem& problem, std::initializer_list<TensorId> ids);
+
+}  // namespace kda::cuda::sm90
