@@ -1,20 +1,17 @@
 // The model of rounding against the float64 recurrence, and what it says of correlated keys.
-#include "support/emulation.h"
+#include "emulation.h"
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include "check.h"
 #include "compare.h"
 #include "execute.h"
 #include "generate.h"
 
-namespace kda::test {
+namespace kda::cases {
 namespace {
 
-using cases::Case;
-using cases::CaseSpec;
-using cases::Family;
-using cases::TensorMap;
 using enum TensorId;
 using Form = Emulation::Form;
 
@@ -30,15 +27,15 @@ CaseSpec spec_of(Family family, DType io) {
 TensorMap reference_of(const Case& c) {
   Options options;
   options.implementation = "reference";
-  Problem problem = cases::forward_problem(c, {DType::kF64});
+  Problem problem = forward_problem(c, {DType::kF64});
   problem.set(kH, DType::kF64);
-  return cases::execute_operation(problem, c.inputs, {}, options).value().outputs;
+  return execute_operation(problem, c.inputs, {}, options).value().outputs;
 }
 
-cases::Difference error(const Case& c, const Emulation& emulation, const TensorMap& expected,
-                        TensorId id) {
+Difference error(const Case& c, const Emulation& emulation, const TensorMap& expected,
+                 TensorId id) {
   const TensorId as = id == kH ? kFinalState : id;
-  return cases::compare(c, as, emulate(c, emulation).at(id), expected.at(id));
+  return compare(c, as, emulate(c, emulation).at(id), expected.at(id));
 }
 
 TEST(Emulation, WithoutRoundingIsTheRecurrence) {
@@ -51,13 +48,13 @@ TEST(Emulation, WithoutRoundingIsTheRecurrence) {
       spec.qk_l2norm = gate != Gate::kNone;
       spec.beta_sigmoid = spec.allow_neg_eigval = gate == Gate::kSoftplus;
       spec.state_v_first = gate == Gate::kLowerBound;
-      const Case c = cases::generate(spec);
+      const Case c = generate(spec);
       const TensorMap expected = reference_of(c);
       for (const Form form : {Form::kWu, Form::kR}) {
         for (const bool rounded_scores : {false, true}) {
           const Emulation exact{form, form == Form::kWu ? 64 : 32, DType::kF64, rounded_scores};
           for (const TensorId id : {kO, kH, kFinalState}) {
-            EXPECT_LT(error(c, exact, expected, id).max_error, 1e-12) << cases::describe(spec);
+            EXPECT_LT(error(c, exact, expected, id).max_error, 1e-12) << describe(spec);
           }
         }
       }
@@ -71,7 +68,7 @@ TEST(Emulation, ErrorsOfTheForms) {
   for (const Family family :
        {Family::kUnit, Family::kNoDecay, Family::kCorr, Family::kSame, Family::kPredicted}) {
     for (const DType io : {DType::kBF16, DType::kF16}) {
-      const Case c = cases::generate(spec_of(family, io));
+      const Case c = generate(spec_of(family, io));
       const TensorMap expected = reference_of(c);
       const Emulation variants[] = {{Form::kWu, 64, io},
                                     {Form::kR, 32, io},
@@ -82,23 +79,40 @@ TEST(Emulation, ErrorsOfTheForms) {
       for (int i = 0; i < 4; ++i) {
         double ratio[2] = {};
         for (const TensorId id : {kO, kFinalState}) {
-          const cases::Difference d = error(c, variants[i], expected, id);
+          const Difference d = error(c, variants[i], expected, id);
           ratio[id == kFinalState] = d.ratio;
           EXPECT_TRUE(d.finite);
           if (family == Family::kUnit || family == Family::kNoDecay) {
-            EXPECT_LE(d.ratio, cases::limit_of(cases::precision_of(io), id)) << names[i];
+            EXPECT_LE(d.ratio, limit_of(precision_of(io), id)) << names[i];
           }
         }
         // fla's rounding points, w/u, are no better: the limit of the Hopper tests rests on this.
         if (family == Family::kCorr && variants[i].form == Form::kWu) {
-          EXPECT_GT(ratio[1], cases::limit_of(cases::precision_of(io), kFinalState));
+          EXPECT_GT(ratio[1], limit_of(precision_of(io), kFinalState));
         }
-        fmt::print("{:10} {} {:30} o {:.2e} final_state {:.2e}\n", cases::name_of(family),
+        fmt::print("{:10} {} {:30} o {:.2e} final_state {:.2e}\n", name_of(family),
                    io == DType::kBF16 ? "bf16" : "fp16", names[i], ratio[0], ratio[1]);
       }
     }
   }
 }
 
+TEST(Emulation, RaisesTheLimitOfIllConditionedCasesOnly) {
+  for (const Family family : {Family::kUnit, Family::kCorr}) {
+    const Case c = generate(spec_of(family, DType::kBF16));
+    const HostTensor want = reference_of(c).at(kFinalState);
+    const double limit = limit_of(Precision::kBF16, kFinalState);
+    const TensorMap emulated = emulated_rounding(c, DType::kBF16);
+    const double found = limit_beside(emulated, c, kFinalState, want, DType::kBF16);
+    if (family == Family::kUnit) {
+      EXPECT_EQ(found, limit);
+    } else {
+      EXPECT_GT(found, limit);
+      EXPECT_LT(found, 10 * limit);
+    }
+    EXPECT_TRUE(emulated_rounding(c, DType::kF32).empty());
+  }
+}
+
 }  // namespace
-}  // namespace kda::test
+}  // namespace kda::cases

@@ -1,14 +1,12 @@
-#include "support/emulation.h"
+#include "emulation.h"
 
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
-namespace kda::test {
+namespace kda::cases {
 namespace {
 
-using cases::Case;
-using cases::HostTensor;
 using enum TensorId;
 
 constexpr int64_t kBlock = 16;  ///< rows that refer to one row in the scores
@@ -54,8 +52,7 @@ Matrix rounded(Matrix m, DType type) {
 /// One value head of one sequence.
 class Head {
  public:
-  Head(const Case& c, const Emulation& emulation, const cases::TokenRange& range, int64_t n,
-       int64_t hv)
+  Head(const Case& c, const Emulation& emulation, const TokenRange& range, int64_t n, int64_t hv)
       : case_(c),
         emulation_(emulation),
         s_(c.forward.sizes),
@@ -255,7 +252,7 @@ class Head {
   const Case& case_;
   const Emulation& emulation_;
   const Sizes s_;
-  const cases::TokenRange range_;
+  const TokenRange range_;
   int64_t n_;
   int64_t hv_;
   Matrix state_;
@@ -263,9 +260,9 @@ class Head {
 
 }  // namespace
 
-cases::TensorMap emulate(const Case& c, const Emulation& emulation) {
+TensorMap emulate(const Case& c, const Emulation& emulation) {
   const Sizes& s = c.forward.sizes;
-  const std::vector<cases::TokenRange> sequences = cases::sequences_of(c);
+  const std::vector<TokenRange> sequences = sequences_of(c);
   HostTensor o(DType::kF64, {s.B, s.T, s.HV, s.V});
   const auto N = static_cast<int64_t>(sequences.size());
   const bool v_first = c.forward.state_v_first;
@@ -274,7 +271,7 @@ cases::TensorMap emulate(const Case& c, const Emulation& emulation) {
   const int64_t per_row = c.forward.chunk_size;
   int64_t first = 0;
   for (int64_t n = 0; n < N; ++n) {
-    const cases::TokenRange& range = sequences[static_cast<std::size_t>(n)];
+    const TokenRange& range = sequences[static_cast<std::size_t>(n)];
     for (int64_t hv = 0; hv < s.HV; ++hv) {
       Head(c, emulation, range, n, hv).run(o, h, first, state);
     }
@@ -283,4 +280,4 @@ cases::TensorMap emulate(const Case& c, const Emulation& emulation) {
   return {{kO, std::move(o)}, {kH, std::move(h)}, {kFinalState, std::move(state)}};
 }
 
-}  // namespace kda::test
+}  // namespace kda::cases

@@ -4,7 +4,7 @@
 
 #include "case.h"
 
-namespace kda::test {
+namespace kda::cases {
 
 struct Emulation {
   enum class Form {
@@ -20,6 +20,6 @@ struct Emulation {
 
 /// o, h and final_state as fp64 tensors. Takes every option of a forward case; its chunk_size must
 /// be a multiple of `chunk`.
-cases::TensorMap emulate(const cases::Case& c, const Emulation& emulation);
+TensorMap emulate(const Case& c, const Emulation& emulation);
 
-}  // namespace kda::test
+}  // namespace kda::cases
