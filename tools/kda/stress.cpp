@@ -33,16 +33,18 @@ struct Tally {
   std::map<std::string, int64_t> reasons;  ///< of skipping, numbers as #
 };
 
-/// Reasons that differ in numbers alone count as one.
+/// Reasons that differ in numbers alone count as one. Digits of names (fp64, sm90) stay.
 std::string without_numbers(const std::string& reason) {
   std::string text;
+  bool in_word = false;
   for (const char c : reason) {
     const bool digit = c >= '0' && c <= '9';
-    if (!digit) {
+    if (!digit || in_word) {
       text += c;
     } else if (text.empty() || text.back() != '#') {
       text += '#';
     }
+    in_word = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_' || (in_word && digit);
   }
   return text;
 }

@@ -128,7 +128,10 @@ Result<Case> inputs_of(const Draw& draw, uint64_t variant) {
   const Problem& problem = draw.problem;
   TensorMap tensors = std::move(c.inputs);
   c.inputs.clear();
-  // The stages before a drawn one see float64 gates and no more rounding than the case has.
+  // Saved tensors have to be those of the inputs as rounded.
+  for (auto& [id, tensor] : tensors) {
+    if (problem.has(id)) tensor = cases::converted(tensor, problem[id].dtype);
+  }
   if (Status status = add_made_inputs(c, problem, tensors); !status.ok()) return status;
   if (problem.has(kCuSeqlens)) c.inputs[kCuSeqlens] = tensors.at(kCuSeqlens);
   for (const TensorSpec& tensor : tensors_of(problem.operation)) {

@@ -160,7 +160,9 @@ class Examiner {
   /// model of rounding gives; gradients and intermediates need only be finite.
   double limit_for(TensorId id, const HostTensor& expected, DType row) const {
     const double plain = cases::limit_of(cases::precision_of(row), row_of(id));
-    if (!trial_.inputs.ill_conditioned || !computes_in_halves(family_, problem_)) return plain;
+    const bool halves =
+        computes_in_halves(family_, problem_) || size_of(saved_dtype(problem_)) == 2;
+    if (!trial_.inputs.ill_conditioned || !halves) return plain;
     if (problem_.operation == Operation::kRecurrent) return plain;
     if (problem_.operation != Operation::kChunkForward) {
       return std::numeric_limits<double>::infinity();
