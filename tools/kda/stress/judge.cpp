@@ -101,6 +101,10 @@ DType saved_dtype(const Problem& problem) {
   return coarsest;
 }
 
+bool is_whole(Operation operation) {
+  return operation == Operation::kChunkForward || operation == Operation::kChunkBackward;
+}
+
 bool fits_f16(const HostTensor& expected) {
   for (int64_t i = 0; i < expected.count(); ++i) {
     if (!(std::fabs(expected.get(i)) <= kMostOfF16)) return false;
@@ -156,17 +160,15 @@ class Examiner {
         ratio, limit);
   }
 
-  /// Of the ratio. Ill-conditioned inputs (6.4) on a 16-bit path: as `kda verify` for what the
-  /// model of rounding gives; gradients and intermediates need only be finite.
+  /// Of the ratio. Ill-conditioned inputs (6.4) with 16-bit operands: as `kda verify` for what the
+  /// model of rounding gives; intermediates need only be finite.
   double limit_for(TensorId id, const HostTensor& expected, DType row) const {
     const double plain = cases::limit_of(cases::precision_of(row), row_of(id));
     const bool halves =
         computes_in_halves(family_, problem_) || size_of(saved_dtype(problem_)) == 2;
     if (!trial_.inputs.ill_conditioned || !halves) return plain;
     if (problem_.operation == Operation::kRecurrent) return plain;
-    if (problem_.operation != Operation::kChunkForward) {
-      return std::numeric_limits<double>::infinity();
-    }
+    if (!is_whole(problem_.operation)) return std::numeric_limits<double>::infinity();
     return cases::limit_beside(trial_.emulated, trial_.inputs, id, expected, row);
   }
 
@@ -292,8 +294,9 @@ Result<Trial> prepare(const Draw& draw, bool on_device) {
   Result<TensorMap> expected = expected_of(draw, trial.inputs);
   if (!expected.ok()) return expected.status();
   trial.expected = std::move(*expected);
-  if (on_device && draw.problem.operation == Operation::kChunkForward) {
-    trial.emulated = cases::emulated_rounding(trial.inputs, io_of(draw.problem));
+  const DType saved = saved_dtype(draw.problem);
+  if (is_whole(draw.problem.operation) && (on_device || size_of(saved) == 2)) {
+    trial.emulated = cases::emulated_rounding(trial.inputs, coarser(io_of(draw.problem), saved));
   }
   return trial;
 }

@@ -16,7 +16,7 @@ struct Trial {
   cases::Case inputs;
   cases::TensorMap earlier;   ///< other values of the inputs, for the first launch of a graph
   cases::TensorMap expected;  ///< by the float64 reference, as fp64 tensors
-  cases::TensorMap emulated;  ///< of an ill-conditioned forward: what 16-bit rounding alone makes
+  cases::TensorMap emulated;  ///< of ill-conditioned inputs: what 16-bit rounding alone makes
 };
 
 /// `on_device`: also makes `earlier` and `emulated`, which the CPU's implementations do not need.
