@@ -283,6 +283,8 @@ class Drawer {
     draw_.threads = static_cast<int32_t>(between(1, 4));
     draw_.repeat_threads = static_cast<int32_t>(between(1, 4));
     draw_.copies = static_cast<int>(between(1, 3));
+    const int64_t sequences = draw_.problem.sequences();
+    if (sequences > 1 && chance(30)) draw_.dyed = below(sequences);
   }
 
   cases::Random random_;
@@ -308,6 +310,7 @@ std::string describe(const Draw& draw) {
   if (p.scale) text += fmt::format(" scale={}", *p.scale);
   if (p.has(kStateIndices)) text += fmt::format(" pool of {}", p.sizes.P);
   if (draw.state_in_place) text += " in place";
+  if (draw.dyed >= 0) text += fmt::format(" NaN in sequence {}", draw.dyed);
   text += fmt::format("; {};", name_of(draw.arrangement));
   for (const TensorSpec& tensor : tensors_of(p.operation)) {
     if (!p.has(tensor.id)) continue;

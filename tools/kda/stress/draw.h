@@ -24,6 +24,9 @@ struct Draw {
   int32_t threads = 1;         ///< of the first run on the CPU
   int32_t repeat_threads = 1;  ///< of the second
   int copies = 1;              ///< runs at once on a GPU
+  /// A sequence that a further run fills with NaN and the like, to see that it harms no other; -1:
+  /// no such run.
+  int64_t dyed = -1;
 };
 
 Draw draw(uint64_t seed, int64_t number);

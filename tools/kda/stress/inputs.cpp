@@ -128,9 +128,10 @@ Result<Case> inputs_of(const Draw& draw, uint64_t variant) {
   const Problem& problem = draw.problem;
   TensorMap tensors = std::move(c.inputs);
   c.inputs.clear();
-  // Saved tensors have to be those of the inputs as rounded.
+  // Saved tensors have to be those of the inputs as rounded; the inputs of a stage need not.
   for (auto& [id, tensor] : tensors) {
-    if (problem.has(id)) tensor = cases::converted(tensor, problem[id].dtype);
+    if (problem.operation != Operation::kChunkBackward || !problem.has(id)) continue;
+    tensor = cases::converted(tensor, problem[id].dtype);
   }
   if (Status status = add_made_inputs(c, problem, tensors); !status.ok()) return status;
   if (problem.has(kCuSeqlens)) c.inputs[kCuSeqlens] = tensors.at(kCuSeqlens);

@@ -10,6 +10,7 @@
 
 #include "check.h"
 #include "compare.h"
+#include "stress/dye.h"
 #include "stress/inputs.h"
 
 namespace kda::stress {
@@ -278,6 +279,29 @@ class Examiner {
   std::vector<Fault> faults_;
 };
 
+void add_failure(const Status& status, Judgement& judgement) {
+  judgement.device_lost |= status.code() == StatusCode::kDeviceError;
+  judgement.faults.push_back({"", status.message()});
+}
+
+/// The same run with one sequence spoilt.
+void run_dyed(const Trial& trial, const cases::Conditions& plain, const TensorMap& outputs,
+              Judgement& judgement) {
+  cases::Conditions conditions = plain;
+  conditions.repeat = false;
+  conditions.copies = 1;
+  Result<cases::GuardedOutcome> outcome =
+      run_guarded(trial.draw.problem, dyed_inputs(trial), conditions);
+  if (!outcome.ok()) {
+    add_failure({outcome.status().code(), fmt::format("with NaN in sequence {}: {}",
+                                                      trial.draw.dyed, outcome.status().message())},
+                judgement);
+    return;
+  }
+  const std::string trace = trace_of_dye(trial, outputs, outcome->outputs);
+  if (!trace.empty()) judgement.faults.push_back({"", trace});
+}
+
 }  // namespace
 
 Result<Trial> prepare(const Draw& draw, bool on_device) {
@@ -325,16 +349,15 @@ Judgement judge(const Trial& trial, const ImplementationInfo& implementation, co
   if (outcome.ok()) {
     judgement.ran = true;
     judgement.faults = faults_of(trial, implementation.family, outcome->outputs);
+    if (trial.draw.dyed >= 0) run_dyed(trial, conditions, outcome->outputs, judgement);
     return judgement;
   }
-  const Status& status = outcome.status();
-  if (status.code() == StatusCode::kUnsupported) {
-    judgement.refusal = status.message();
-    return judgement;
+  if (outcome.status().code() == StatusCode::kUnsupported) {
+    judgement.refusal = outcome.status().message();
+  } else {
+    judgement.ran = true;
+    add_failure(outcome.status(), judgement);
   }
-  judgement.ran = true;
-  judgement.device_lost = status.code() == StatusCode::kDeviceError;
-  judgement.faults.push_back({"", status.message()});
   return judgement;
 }
 
