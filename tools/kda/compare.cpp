@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 namespace kda::cases {
 namespace {
@@ -16,6 +17,11 @@ struct Sums {
   double reference2 = 0;
   int64_t count = 0;
 
+  void add(const Sums& other) {
+    error2 += other.error2;
+    reference2 += other.reference2;
+    count += other.count;
+  }
   double error_rms() const { return count == 0 ? 0 : std::sqrt(error2 / double(count)); }
   double reference_rms() const { return count == 0 ? 0 : std::sqrt(reference2 / double(count)); }
 };
@@ -25,6 +31,7 @@ struct Accumulator {
   const HostTensor& expected;
   Sums whole;
   std::vector<Sums> blocks;
+  Sums pool;  ///< blocks that are too small to stand alone
   double max_error = 0;
   double max_reference = 0;
   bool finite = true;
@@ -45,10 +52,19 @@ struct Accumulator {
   }
 
   void close(const Sums& block) {
-    blocks.push_back(block);
-    whole.error2 += block.error2;
-    whole.reference2 += block.reference2;
-    whole.count += block.count;
+    whole.add(block);
+    pool.add(block);
+    if (pool.count >= kBlockNumbers) blocks.push_back(std::exchange(pool, {}));
+  }
+
+  /// Those left in the pool go with the last block.
+  void finish() {
+    if (blocks.empty()) {
+      blocks.push_back(pool);
+    } else {
+      blocks.back().add(pool);
+    }
+    pool = {};
   }
 
   Difference difference() const {
@@ -90,7 +106,7 @@ void add_tokens(Accumulator& all, const TokenRange& range) {
 
 Difference compare(const Case& c, TensorId id, const HostTensor& result,
                    const HostTensor& expected) {
-  Accumulator all{result, expected, {}, {}, 0, 0, true};
+  Accumulator all{result, expected, {}, {}, {}, 0, 0, true};
   const int64_t count = expected.count();
   if (is_state(id)) {
     const int64_t size = expected.shape[2] * expected.shape[3];
@@ -110,6 +126,7 @@ Difference compare(const Case& c, TensorId id, const HostTensor& result,
       add_tokens(all, {0, sequences.empty() ? 0 : sequences.back().end, c.forward.sizes.T});
     }
   }
+  all.finish();
   return all.difference();
 }
 

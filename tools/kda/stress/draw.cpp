@@ -132,9 +132,9 @@ class Drawer {
     spec.state_v_first = chance(40);
     spec.initial_state = chance(70) || spec.family == Family::kPredicted;
     spec.dfinal_state = chance(60);
-    spec.chunk_size = chance(30) ? 32 : 64;
+    spec.chunk_size = chance(model_ ? 20 : 35) ? 32 : 64;
     constexpr std::array kScales = {0.1, 1.0, -0.3, 3.0, 0.0};
-    if (chance(30)) spec.scale = pick(kScales);
+    if (chance(25)) spec.scale = pick(kScales);
   }
 
   void choose_heads() {
@@ -164,7 +164,8 @@ class Drawer {
     const int64_t most = affordable_tokens();
     if (operation_ == Operation::kRecurrent && chance(70)) {
       s.T = std::min(most, pick({1, 1, 1, 2, 3, 4, 8, 19}));
-      s.B = between(1, std::clamp<int64_t>(most / s.T, 1, 48));
+      const int64_t rows = std::max<int64_t>(1, most / s.T);
+      s.B = std::min(rows, chance(30) ? between(40, 160) : between(1, 24));
     } else {
       const int64_t roll = below(10);
       const int64_t wanted = roll < 3   ? pick({1, 2, 15, 16, 17, 31, 32, 33})
@@ -258,7 +259,9 @@ class Drawer {
     for (const TensorSpec& tensor : tensors_of(operation_)) {
       if (tensor.role == Role::kInput || !possible(tensor.id)) continue;
       last = &tensor;
-      if (!tensor.required && !all && !chance(60)) continue;
+      // Tuned kernels do not save scores.
+      const bool scores = model_ && !is_stage(operation_) && (tensor.id == kAqk || tensor.id == kA);
+      if (!tensor.required && !(all && !scores) && !chance(scores ? 12 : 60)) continue;
       p.set(tensor.id, type_of(tensor));
       any = true;
     }

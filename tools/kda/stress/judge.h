@@ -16,7 +16,7 @@ struct Trial {
   cases::Case inputs;
   cases::TensorMap earlier;   ///< other values of the inputs, for the first launch of a graph
   cases::TensorMap expected;  ///< by the float64 reference, as fp64 tensors
-  cases::TensorMap emulated;  ///< of ill-conditioned inputs: what 16-bit rounding alone makes
+  cases::TensorMap emulated;  ///< what 16-bit rounding alone makes of the same inputs
 };
 
 /// `on_device`: also makes `earlier` and `emulated`, which the CPU's implementations do not need.
@@ -44,8 +44,8 @@ struct Judgement {
 Judgement judge(const Trial& trial, const ImplementationInfo& implementation, const Device& device,
                 int threads = 0);
 
-/// The faults of given outputs. Limits are those of docs/semantics.md 7.3, zeros and unchanged
-/// states are exact.
+/// The faults of given outputs. Limits are those of docs/semantics.md 7.3, as told there for random
+/// problems; zeros and unchanged states are exact.
 std::vector<Fault> faults_of(const Trial& trial, std::string_view family,
                              const cases::TensorMap& outputs);
 
