@@ -174,6 +174,7 @@ class Drawer {
       s.T = std::min(most, wanted);
       s.B = s.T == 0 ? between(1, 3) : between(1, std::clamp<int64_t>(most / s.T, 1, 3));
     }
+    if (chance(3)) s.T = 0;
     if (chance(45)) pack();
   }
 
