@@ -163,11 +163,14 @@ void add_stress(CLI::App& app, StressCommand& command) {
                              ->check(CLI::Range(0.001, 1e9))
                              ->capture_default_str();
   seconds->each([&command](const std::string&) { command.seconds_given = true; });
-  sub->add_option("--problems", command.problems,
-                  "Stop after so many, without --seconds however long they take")
-      ->check(CLI::Range(int64_t{1}, std::numeric_limits<int64_t>::max()));
+  CLI::Option* problems =
+      sub->add_option("--problems", command.problems,
+                      "Stop after so many, without --seconds however long they take")
+          ->check(CLI::Range(int64_t{1}, std::numeric_limits<int64_t>::max()));
   sub->add_option("--case", command.number, "Try only the problem of this number (from 0)")
-      ->check(CLI::Range(int64_t{0}, std::numeric_limits<int64_t>::max()));
+      ->check(CLI::Range(int64_t{0}, std::numeric_limits<int64_t>::max()))
+      ->excludes(seconds)
+      ->excludes(problems);
   add_common(*sub, command.common);
 }
 

@@ -134,7 +134,12 @@ class Stress {
       on_device |= row.device.type != DeviceType::kCpu;
     }
     ++problems_;
-    if (candidates.empty()) return;
+    if (candidates.empty()) {
+      if (command_.number >= 0 && !common_.json) {
+        fmt::print("nothing of the choice takes {}\n", stress::describe(draw));
+      }
+      return;
+    }
     Result<stress::Trial> trial = stress::prepare(draw, on_device);
     if (!trial.ok()) {
       report(draw, "reference", Device{}, {"", trial.status().message(), 0, 0});
