@@ -613,6 +613,12 @@ class SupportAndDoctor(ProgramTest):
         self.assertEqual({row["impl"] for row in rows}, {"cpu_chunk_fwd", "reference_chunk_fwd"})
         self.check(kda("support", "--device", "cuda:4096"), 3)
 
+    def test_every_implementation_can_be_named_alone(self):
+        for row in self.lines(kda("support", "--device", "cpu", "--json")):
+            result = kda("support", "--device", "cpu", "--impl", row["impl"], "--json")
+            self.check(result, 0)
+            self.assertEqual([found["impl"] for found in self.lines(result)], [row["impl"]])
+
     def test_support_asks_about_states(self):
         ask = ("support", "--shape", "4,1,2,2,32,32", "--operation", "recurrent", "--json")
         rows = self.lines(kda(*ask, "--device", "cpu", "--state-dtype", "bf16", "--pool", "6"))

@@ -179,7 +179,7 @@ class Run {
       if (std::string text = buffer.changes(input && !shared); !text.empty()) {
         return broken(spec.id, text);
       }
-      if (input) continue;
+      if (input || !conditions_.numbers) continue;
       if (const int64_t index = buffer.unwritten(); index >= 0) {
         return broken(spec.id, fmt::format("element {} was not written", index));
       }

@@ -30,6 +30,9 @@ struct Conditions {
   int32_t repeat_threads = 0;   ///< CPU threads of that second run; 0: as many as in the first
   /// Values of the inputs on which the graph runs before the ones given, once it is captured.
   const TensorMap* earlier = nullptr;
+  /// Whether inputs are numbers. An output that is NaN because of an input may have the bits that
+  /// mark what nobody wrote, so without it only bytes beside the outputs are watched.
+  bool numbers = true;
   int copies = 1;  ///< on a CUDA device: runs at once on streams of their own, with the same bits
 };
 
@@ -39,7 +42,8 @@ struct GuardedOutcome {
 };
 
 /// The outputs; kInternal says which rule was broken:
-/// - outputs and workspace are full of NaN before the run, and every element is written;
+/// - outputs and workspace are full of NaN before the run, and every element is written
+/// (`numbers`);
 /// - nothing before, between or behind the elements of a tensor or the workspace is written;
 /// - inputs keep every bit;
 /// - a second run, if asked for, gives the same bits.
