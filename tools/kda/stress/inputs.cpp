@@ -120,6 +120,15 @@ HostTensor counts_of(const Case& c, uint64_t seed) {
   return tensor;
 }
 
+/// Every element becomes the first one along the dimension.
+void repeat(HostTensor& tensor, const TensorLayout& layout, std::size_t dimension) {
+  const int64_t extent = layout.shape[dimension];
+  const int64_t step = layout.stride[dimension];
+  for (int64_t i = 0; extent > 0 && i < tensor.count(); ++i) {
+    tensor.set(i, tensor.get(i - i / step % extent * step));
+  }
+}
+
 }  // namespace
 
 Result<Case> inputs_of(const Draw& draw, uint64_t variant) {
@@ -146,6 +155,9 @@ Result<Case> inputs_of(const Draw& draw, uint64_t variant) {
     } else if (tensor.id != kCuSeqlens) {
       c.inputs[tensor.id] = cases::converted(tensors.at(tensor.id), problem[tensor.id].dtype);
     }
+  }
+  for (const auto& [id, dimension] : draw.repeated) {
+    repeat(c.inputs.at(id), problem.canonical_layout(id), dimension);
   }
   return c;
 }
