@@ -71,12 +71,12 @@ __device__ __forceinline__ float clamp_log2(float decay) { return max_or_nan(dec
 /// The log2 decay of a token, clamped: of g itself, (3.4) and (3.8). z: raw input plus bias.
 __device__ __forceinline__ float fast_no_gate(float g) { return clamp_log2(g * kLog2E); }
 
-/// The gradient behind a decay that is not clamped (log2 of it); dg is that of its natural log.
-/// Where dg is 0, its factor may be infinite.
+/// The gradient behind a decay, log2 of it, unless it is clamped; dg is that of its natural log.
+/// Decays that are not clamped, and all factors of theirs, are finite.
 template <class Chain>
 __device__ __forceinline__ GateGradient<float> gradient_unless_clamped(float decay, float dg,
                                                                        Chain chain) {
-  if (decay < kLogFloor2 || dg == 0) return {0, 0};
+  if (decay < kLogFloor2) return {0, 0};
   return chain(decay * kLn2);
 }
 
@@ -131,7 +131,7 @@ struct FarSoftplusGate {
 __device__ __forceinline__ GateGradient<float> bounded_gradient(const FastGate& gate, float z,
                                                                 float g, float dg) {
   const float dz = gate.slope * kLn2 * (g * both_sigmoids(gate.slope * z).y) * dg;
-  return {dz, dz == 0 || z == 0 ? 0 : dz * z};
+  return {dz, dz == 0 ? 0 : dz * z};
 }
 
 struct FastBoundedGate {

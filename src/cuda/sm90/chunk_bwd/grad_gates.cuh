@@ -22,14 +22,20 @@ __device__ __forceinline__ void clear_partial(const GradParams& p, int64_t row, 
   }
 }
 
-/// Two neighbouring elements, aligned together.
-__device__ __forceinline__ void store_pair(const Tensor& t, int64_t offset, float2 x) {
+/// Column pairs of the first `rows` tokens from `offset` on.
+template <int TOKENS>
+__device__ __forceinline__ void store_pairs(const Tensor& t, int64_t offset,
+                                            const float2 (&x)[TOKENS], int rows) {
   with_element(t.dtype, [&]<class T>(Element<T>) {
-    T* const to = static_cast<T*>(t.data) + offset;
-    if constexpr (sizeof(T) == 2) {
-      *reinterpret_cast<uint32_t*>(to) = pack<T>(x.x, x.y);
-    } else if constexpr (sizeof(T) == 4) {
-      *reinterpret_cast<float2*>(to) = x;
+    T* to = static_cast<T*>(t.data) + offset;
+#pragma unroll
+    for (int i = 0; i < TOKENS; ++i, to += t.stride[1]) {
+      if (i >= rows) break;
+      if constexpr (sizeof(T) == 2) {
+        *reinterpret_cast<uint32_t*>(to) = pack<T>(x[i].x, x[i].y);
+      } else if constexpr (sizeof(T) == 4) {
+        *reinterpret_cast<float2*>(to) = x[i];
+      }
     }
   });
 }
@@ -46,32 +52,34 @@ __device__ __forceinline__ void backward_gates(GradShared<K>& shared, const Grad
   const int first = segment * kTokens;
   float2 z[kTokens];
   load_gates(z, p.gate.g, work.chunk, work.hv, first, column);
-  const int64_t stride = p.dg.stride[1];
-  int64_t offset = token_offset(p.dg, work.chunk.batch, work.chunk.begin + first, work.hv) + column;
+  const int rows = work.chunk.rows - first;
   float2 dbias{0, 0};
   float dA_log = 0;
   const auto each = [&](auto gradient) {
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
-      if (first + t >= work.chunk.rows) break;
       const float2 dg = pair_at(shared.G[first + t], column);
       const GateGradient<float> x = gradient(z[t].x, dg.x, 0);
       const GateGradient<float> y = gradient(z[t].y, dg.y, 1);
-      if (p.dg.data != nullptr) store_pair(p.dg, offset, {x.dz, y.dz});
-      offset += stride;
+      z[t] = {x.dz, y.dz};
+      if (t >= rows) continue;
       dbias = {dbias.x + x.dz, dbias.y + y.dz};
       dA_log += x.dA_log + y.dA_log;
     }
   };
   if (p.gate.kind == kGateNone) {
     each([](float g, float dg, int) { return fast_no_gate_gradient(g, dg); });
-    return;
+  } else {
+    const FastGate gate = fast_gate_of(p.gate, work.hv);
+    const float bias[2] = {bias_of(p.gate, work.hv, column), bias_of(p.gate, work.hv, column + 1)};
+    with_gate(p.gate, gate, [&](auto kind) {
+      each([&](float raw, float dg, int e) { return kind.gradient(gate, raw + bias[e], dg); });
+    });
   }
-  const FastGate gate = fast_gate_of(p.gate, work.hv);
-  const float bias[2] = {bias_of(p.gate, work.hv, column), bias_of(p.gate, work.hv, column + 1)};
-  with_gate(p.gate, gate, [&](auto kind) {
-    each([&](float raw, float dg, int e) { return kind.gradient(gate, raw + bias[e], dg); });
-  });
+  if (p.dg.data != nullptr) {
+    const int64_t token = work.chunk.begin + first;
+    store_pairs(p.dg, token_offset(p.dg, work.chunk.batch, token, work.hv) + column, z, rows);
+  }
   if (p.partial == nullptr) return;
   put_pair(&shared.totals[segment][column], dbias);
   for (int step = 16; step > 0; step /= 2) dA_log += __shfl_xor_sync(~0u, dA_log, step);
