@@ -44,7 +44,10 @@ bool passes(const CheckedOutput& checked) {
 
 TensorMap emulated_rounding(const Case& c, DType io) {
   if (!c.ill_conditioned || size_of(io) != 2) return {};
-  return emulate(c, {Emulation::Form::kWu, c.forward.chunk_size, io});
+  const Emulation rounding{Emulation::Form::kWu, c.forward.chunk_size, io};
+  TensorMap outputs = emulate(c, rounding);
+  if (c.has_gradients()) outputs.merge(emulate_backward(c, rounding));
+  return outputs;
 }
 
 double limit_beside(const TensorMap& emulated, const Case& c, TensorId id, const HostTensor& want,
