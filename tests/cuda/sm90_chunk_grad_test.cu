@@ -19,6 +19,7 @@ namespace kda::cuda::sm90 {
 namespace {
 
 constexpr int kTokens = 32;
+constexpr int kBlocks = 2;  ///< so that a block has several chunks
 using Values = std::vector<double>;
 
 struct Shape {
@@ -134,7 +135,7 @@ class Gradient {
                          static_cast<int>(grad.shared_bytes));
     void* arguments[] = {&p};
     ASSERT_EQ(cudaLaunchKernel(reinterpret_cast<const void*>(grad.kernel),
-                               dim3(static_cast<unsigned>(chunks_ * s_.HV)),
+                               dim3(static_cast<unsigned>(std::min(chunks_ * s_.HV, kBlocks))),
                                dim3(static_cast<unsigned>(2 * s_.K)), arguments, grad.shared_bytes,
                                nullptr),
               cudaSuccess);

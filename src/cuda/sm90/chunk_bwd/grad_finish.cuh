@@ -244,9 +244,11 @@ struct GradFinish {
     }
   }
 
-  /// S with the intra products on it, dkx and x as the products left them.
+  /// S with the intra products on it, dkx and x as the products left them. Calls `tiles_free` once
+  /// no thread needs shared.intra any more.
+  template <class F>
   __device__ __forceinline__ void run(float (&S)[32], float (&dkx)[16], const float (&x)[24],
-                                      bool has_far) const {
+                                      bool has_far, F tiles_free) const {
     float W[16];
     {
       float sums[3][8] = {};
@@ -259,6 +261,7 @@ struct GradFinish {
       }
     }
     __syncthreads();
+    tiles_free();
     finish_sums();
     sum_tokens(W, dkx);
     store_fp32(p.dg, W);
@@ -267,6 +270,7 @@ struct GradFinish {
       undo_norms(S);
     }
     if (p.dq.dtype == kBFloat16) {
+      __syncthreads();  // q and k, whose place it takes, have been read
       stage(0, S);
       stage(1, S + 16);
       __syncthreads();

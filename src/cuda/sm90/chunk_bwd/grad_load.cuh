@@ -12,32 +12,32 @@ namespace kda::cuda::sm90 {
 
 using Bf16 = __nv_bfloat16;
 
-/// What a block works on.
-struct GradWork {
-  Chunk chunk;
-  int64_t row;  ///< of h and dh
-  uint32_t hv;
-  uint32_t head;
-};
-
+/// Raw rows of q, k and g; zeros beyond the last.
 template <int K>
-__device__ __forceinline__ void load_qk(GradShared<K>& shared, const GradParams& p,
-                                        const GradWork& work) {
+__device__ __forceinline__ void load_key_rows(GradShared<K>& shared, const GradParams& p,
+                                              const GradWork& work) {
   using Traits = GradTraits<K>;
-  const auto load = [&](Bf16(&to)[kChunk][Traits::kStride], const Tensor& t) {
-    const Bf16* const from = static_cast<const Bf16*>(t.data) +
-                             token_offset(t, work.chunk.batch, work.chunk.begin, work.head);
+  const auto load = [&]<class T>(T* to, const Tensor& t, uint32_t head) {
+    constexpr int kUnit = 16 / sizeof(T);  // elements
+    const T* const from =
+        static_cast<const T*>(t.data) + token_offset(t, work.chunk.batch, work.chunk.begin, head);
 #pragma unroll
-    for (int e = static_cast<int>(threadIdx.x); e < kChunk * K / 8; e += Traits::kThreads) {
-      const int row = e / (K / 8);
-      const int column = e % (K / 8) * 8;
+    for (int e = thread_index(); e < kChunk * K / kUnit; e += Traits::kThreads) {
+      const int row = e / (K / kUnit);
+      const int column = e % (K / kUnit) * kUnit;
       const bool valid = row < work.chunk.rows;
-      copy_async_16_or_zero(shared_address(&to[row][column]),
+      copy_async_16_or_zero(shared_address(to + row * Traits::kStride + column),
                             from + (valid ? row : 0) * t.stride[1] + column, valid);
     }
   };
-  load(shared.q, p.q);
-  load(shared.k, p.k);
+  load(&shared.q[0][0], p.q, work.head);
+  load(&shared.k[0][0], p.k, work.head);
+  const int32_t dtype = p.gate.g.dtype;
+  if (dtype == kBFloat16 || dtype == kFloat16) {
+    load(reinterpret_cast<Bf16*>(shared.g), p.gate.g, work.hv);  // bits, whichever type
+  } else {
+    load(&shared.g[0][0], p.gate.g, work.hv);
+  }
 }
 
 /// Columns v0 .. v0 + 63 of everything that has V, but v.
@@ -45,8 +45,8 @@ template <int K>
 __device__ __forceinline__ void load_value_tiles(GradShared<K>& shared, const GradParams& p,
                                                  const GradWork& work, int v0) {
   constexpr int kRowsAtOnce = GradTraits<K>::kThreads / 8;
-  const int first = static_cast<int>(threadIdx.x) / 8;
-  const int unit = static_cast<int>(threadIdx.x) % 8;
+  const int first = thread_index() / 8;
+  const int unit = thread_index() % 8;
   // Unrolled, addresses of all rows would live in registers across the products.
   const auto load_state = [&](unsigned char* to, const Tensor& t) {
     const Bf16* from = static_cast<const Bf16*>(t.data) + work.row * t.stride[0] +
@@ -74,11 +74,10 @@ __device__ __forceinline__ void load_value_tiles(GradShared<K>& shared, const Gr
   load_rows(shared.value.v_new, p.v_new);
 }
 
-/// 1 / |row| of q and k, 8 lanes a row, and beta.
+/// 1 / |row| of q and k, 8 lanes a row.
 template <int K>
-__device__ __forceinline__ void load_tokens(GradShared<K>& shared, const GradParams& p,
-                                            const GradWork& work) {
-  const int tid = static_cast<int>(threadIdx.x);
+__device__ __forceinline__ void find_norms(GradShared<K>& shared, const GradParams& p) {
+  const int tid = thread_index();
 #pragma unroll
   for (int row = tid / 8; row < 2 * kChunk; row += GradTraits<K>::kThreads / 8) {
     const Bf16* const data = row < kChunk ? shared.q[row] : shared.k[row - kChunk];
@@ -96,14 +95,75 @@ __device__ __forceinline__ void load_tokens(GradShared<K>& shared, const GradPar
       shared.norm[row / kChunk][row % kChunk] = p.qk_l2norm ? rsqrtf(sum + 1e-6f) : 1.f;
     }
   }
+}
+
+/// What a thread needs early in its next item, on the way in registers: v of the first tile's rows,
+/// beta of a token.
+template <int K>
+struct GradAhead {
+  uint4 v[GradTraits<K>::kValueRows];
+  RawElement<float> beta;
+};
+
+template <int K>
+__device__ __forceinline__ void load_v(uint4 (&v)[GradTraits<K>::kValueRows], const GradParams& p,
+                                       const GradWork& work, int v0) {
+  constexpr int kRows = GradTraits<K>::kValueRows;
+  const auto* const from = static_cast<const Bf16*>(p.v.data) +
+                           token_offset(p.v, work.chunk.batch, work.chunk.begin, work.hv) + v0 +
+                           thread_index() % 8 * kUnitElements;
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int row = thread_index() / 8 + i * (kChunk / kRows);
+    v[i] = uint4{};
+    if (row < work.chunk.rows) v[i] = *reinterpret_cast<const uint4*>(from + row * p.v.stride[1]);
+  }
+}
+
+template <int K>
+__device__ __forceinline__ void load_ahead(GradAhead<K>& ahead, const GradParams& p,
+                                           const GradWork& work) {
+  load_v<K>(ahead.v, p, work, 0);
+  const int tid = thread_index();
+  ahead.beta = {};
+  if (tid < work.chunk.rows) {
+    ahead.beta = load_raw<float>(
+        p.beta, token_offset(p.beta, work.chunk.batch, work.chunk.begin + tid, work.hv));
+  }
+}
+
+template <int K>
+__device__ __forceinline__ void put_beta(GradShared<K>& shared, const GradParams& p, int rows,
+                                         RawElement<float> raw) {
+  const int tid = thread_index();
   if (tid >= kChunk) return;
   float x = 0;
-  if (tid < work.chunk.rows) {
-    x = load<float>(p.beta,
-                    token_offset(p.beta, work.chunk.batch, work.chunk.begin + tid, work.hv));
+  if (tid < rows) {
+    x = convert<float>(raw, p.beta.dtype);
     if (p.beta_sigmoid) x = p.beta_factor * sigmoid(x);
   }
   shared.beta[tid] = x;
+}
+
+/// Raw gates of this thread's tokens of a column pair.
+template <int K>
+__device__ __forceinline__ void read_gates(const GradShared<K>& shared, int32_t dtype,
+                                           float2 (&z)[GradTraits<K>::kTokens], int first,
+                                           int column) {
+  constexpr int kStride = GradTraits<K>::kStride;
+  const auto read_as = [&]<class T>(const T* rows) {
+#pragma unroll
+    for (int t = 0; t < GradTraits<K>::kTokens; ++t) {
+      z[t] = pair_at(rows + (first + t) * kStride, column);
+    }
+  };
+  if (dtype == kBFloat16) {
+    read_as(reinterpret_cast<const Bf16*>(shared.g));
+  } else if (dtype == kFloat16) {
+    read_as(reinterpret_cast<const __half*>(shared.g));
+  } else {
+    read_as(&shared.g[0][0]);
+  }
 }
 
 /// G from the running sums of this thread's tokens of a column pair.
@@ -139,8 +199,8 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b, float sum) {
 /// rowsum_V(h . dh) of this thread's half of a channel's columns.
 template <int K>
 __device__ __forceinline__ float multiply_states(const GradShared<K>& shared, float sum) {
-  const int row = static_cast<int>(threadIdx.x) % K;
-  const int half = static_cast<int>(threadIdx.x) / K;
+  const int row = thread_index() % K;
+  const int half = thread_index() / K;
 #pragma unroll
   for (int u = 0; u < 4; ++u) {
     const uint32_t at = unit_offset(row, 4 * half + u);
@@ -153,29 +213,26 @@ __device__ __forceinline__ float multiply_states(const GradShared<K>& shared, fl
 /// dv = beta R (5.11) and rowsum_V(R . v) of one unit of each row of this thread.
 template <int K, int ROWS>
 __device__ __forceinline__ void finish_values(const GradShared<K>& shared, const GradParams& p,
-                                              const GradWork& work, int v0, float (&sum)[ROWS]) {
-  const int unit = static_cast<int>(threadIdx.x) % 8;
+                                              const GradWork& work, int v0, const uint4 (&v)[ROWS],
+                                              float (&sum)[ROWS]) {
+  const int unit = thread_index() % 8;
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
-    const int row = static_cast<int>(threadIdx.x) / 8 + i * (kChunk / ROWS);
+    const int row = thread_index() / 8 + i * (kChunk / ROWS);
     if (row >= work.chunk.rows) continue;
     const uint4 R =
         *reinterpret_cast<const uint4*>(shared.value.do_R + unit_offset(kChunk + row, unit));
-    const int column = v0 + unit * kUnitElements;
-    const auto offset = [&](const Tensor& t) {
-      return token_offset(t, work.chunk.batch, work.chunk.begin + row, work.hv) + column;
-    };
-    sum[i] =
-        dot(R, *reinterpret_cast<const uint4*>(static_cast<const Bf16*>(p.v.data) + offset(p.v)),
-            sum[i]);
+    sum[i] = dot(R, v[i], sum[i]);
     if (p.dv.data == nullptr) continue;
     const float factor = p.mantissa * shared.beta[row];
     const auto scaled = [&](uint32_t pair) {
       const float2 x = unpack<Bf16>(pair);
       return pack<Bf16>(factor * x.x, factor * x.y);
     };
-    *reinterpret_cast<uint4*>(static_cast<Bf16*>(p.dv.data) + offset(p.dv)) =
-        uint4{scaled(R.x), scaled(R.y), scaled(R.z), scaled(R.w)};
+    Bf16* const to = static_cast<Bf16*>(p.dv.data) +
+                     token_offset(p.dv, work.chunk.batch, work.chunk.begin + row, work.hv) + v0 +
+                     unit * kUnitElements;
+    *reinterpret_cast<uint4*>(to) = uint4{scaled(R.x), scaled(R.y), scaled(R.z), scaled(R.w)};
   }
 }
 

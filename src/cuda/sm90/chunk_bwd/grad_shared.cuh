@@ -17,10 +17,19 @@ struct GradTraits {
   static constexpr int kWarps = kThreads / 32;
   static constexpr int kPairs = K / 2;
   static constexpr int kTokens = kChunk / (kThreads / kPairs);  ///< of a thread: 8
+  static constexpr int kValueRows = kChunk * 8 / kThreads;      ///< of a thread, a unit each
   static constexpr int kBlocksPerSm = K == 128 ? 2 : 3;
-  static constexpr int kStride = K + 8;   ///< of q, k: fragment reads touch all banks
+  static constexpr int kStride = K + 8;   ///< of q, k, raw g: fragment reads touch all banks
   static constexpr int kGStride = K + 4;  ///< the same for fp32
 };
+
+/// threadIdx.x, read where it is used: what follows from it would else be kept in registers across
+/// the items, and spilled.
+__device__ __forceinline__ int thread_index() {
+  int index = static_cast<int>(threadIdx.x);
+  asm volatile("" : "+r"(index));
+  return index;
+}
 
 /// Tiles of 64 columns of V.
 template <int K>
@@ -38,18 +47,32 @@ struct IntraTiles {
   unsigned char rows[K / 64][2 * kChunk * kPanelRowBytes];  ///< q up, then beta k up
 };
 
+/// What a block works on.
+struct GradWork {
+  Chunk chunk;
+  int64_t row;  ///< of h and dh
+  uint32_t hv;
+  uint32_t head;
+  uint32_t after;  ///< where this block's search for the next goes on
+};
+
 template <int K>
 struct GradShared {
   using Traits = GradTraits<K>;
   union {
     ValueTiles<K> value;
     IntraTiles<K> intra;
-    unsigned char staging[2][K / 64][kChunk * kPanelRowBytes];
   };
   unsigned char scores[2 * kChunk * kPanelRowBytes];  ///< dP, then dL, arranged
   float G[kChunk][Traits::kGStride];
-  alignas(16) __nv_bfloat16 q[kChunk][Traits::kStride];
-  alignas(16) __nv_bfloat16 k[kChunk][Traits::kStride];
+  union {
+    struct {
+      alignas(16) __nv_bfloat16 q[kChunk][Traits::kStride];
+      alignas(16) __nv_bfloat16 k[kChunk][Traits::kStride];
+    };
+    alignas(16) unsigned char staging[2][K / 64][kChunk * kPanelRowBytes];  ///< dq, dk
+  };
+  alignas(16) float g[kChunk][Traits::kStride];  ///< raw; 16-bit types fill half of it
   float totals[kChunk / Traits::kTokens][K];
   float state_product[2][K];                 ///< rowsum_V(h . dh), two halves
   float partial[3][Traits::kWarps][kChunk];  ///< sums over the channels of a warp
@@ -58,6 +81,7 @@ struct GradShared {
   float diagonal[kChunk];       ///< dP_ii
   float beta[kChunk];
   float norm[2][kChunk];  ///< 1 / |q|, 1 / |k|
+  GradWork work[2];       ///< this item and the next: in registers they would be too many
 };
 static_assert(sizeof(GradShared<128>) <= 113 * 1024 && sizeof(GradShared<64>) <= 75 * 1024);
 

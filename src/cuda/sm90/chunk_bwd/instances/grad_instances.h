@@ -10,6 +10,7 @@ namespace kda::cuda::sm90 {
 struct GradKernel {
   void (*kernel)(GradParams);
   std::size_t shared_bytes;
+  int blocks_per_sm;
 };
 
 GradKernel grad_bf16_k64();
