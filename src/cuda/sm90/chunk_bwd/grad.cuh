@@ -1,5 +1,5 @@
 // grad: one chunk of 32 tokens and one value head; h and dh around it, v_new and R of it and the
-// raw inputs -> dq, dk, dv, dbeta and the gradient of the decay.
+// raw inputs -> dq, dk, dv, dg, dbeta and the chunk's part of dA_log and ddt_bias.
 //
 // Grid: one block of K / 64 warpgroups for each (chunk, value head), heads fastest. A warpgroup
 // owns 64 channels; two blocks (K = 64: three) share an SM, so that one computes while the other
@@ -11,7 +11,7 @@
 //   [dP; dL] = [do; R] v_new^T                           the first warpgroup, m64n32
 //   rowsum_V(h . dh), rowsum_V(R . v), dv = beta R       CUDA cores, under the products
 // then the intra part (grad_intra.cuh) with bf16 operands of 48 and 64 rows, and everything of
-// (5.32), (5.33) in the accumulators' layout (grad_finish.cuh).
+// (5.32), (5.33) in the accumulators' layout (grad_finish.cuh), at last the gates (grad_gates.cuh).
 //
 // Shared memory, bytes, K = 128:
 //   tiles of h, dh, [do; R], v_new   45056   later operands of the intra part, then staging
@@ -164,13 +164,12 @@ struct GradBlock {
 
   /// One item. The tiles of its first columns of V are on their way, then its rows; leaves those of
   /// `next` so.
-  __device__ __forceinline__ void run(GradAhead<K>& ahead, const GradWork& next) const {
+  __device__ __forceinline__ void run(uint4 (&v)[Traits::kValueRows], const GradWork& next) const {
     const int column = tid % Traits::kPairs * 2;
     const int segment = tid / Traits::kPairs;
-    put_beta(shared, p, work.chunk.rows, ahead.beta);
     ValueSums sums;
     wait_for_copies<1>();
-    take_values(sums, 0, ahead.v);
+    take_values(sums, 0, v);
     wait_for_copies<0>();
     __syncthreads();
     if (p.heads.V > kGradColumns) load_value_tiles(shared, p, work, kGradColumns);
@@ -187,15 +186,19 @@ struct GradBlock {
     multiply_rows(sums.S);
     float x[24];
     multiply_columns(x);
-    finish.run(sums.S, sums.dkx, x, has_far, [&] {
-      if (next.chunk.rows > 0) load_value_tiles(shared, p, next, 0);
-      commit_copies();
-    });
+    float W[16];
+    finish.combine_all(sums.S, sums.dkx, x, W, has_far);
+    __syncthreads();
+    if (next.chunk.rows > 0) load_value_tiles(shared, p, next, 0);
+    commit_copies();
+    const RawElement<float> beta = load_beta(p, next);
+    GradFinish<K>(shared, p, work, warp, thread_index() % 32).store_all(sums.S, sums.dkx, W);
     if (next.chunk.rows == 0) return;
     __syncthreads();
     load_key_rows(shared, p, next);
     commit_copies();
-    load_ahead(ahead, p, next);
+    put_beta(shared, p, next.chunk.rows, beta);
+    load_v<K>(v, p, next, 0);
   }
 };
 
@@ -210,6 +213,7 @@ __device__ __forceinline__ void find_grad_work(const GradParams& p, uint32_t ite
     work.row = item / HV;
     work.hv = item % HV;
     work.head = item % HV / static_cast<uint32_t>(p.heads.group);
+    if (chunk.rows == 0) clear_partial(p, work.row, work.hv);
   }
   work.chunk = chunk;
   work.after = item;
@@ -227,8 +231,9 @@ __global__ void __launch_bounds__(GradTraits<K>::kThreads, GradTraits<K>::kBlock
   commit_copies();
   load_key_rows(shared, p, shared.work[0]);
   commit_copies();
-  GradAhead<K> ahead;
-  load_ahead(ahead, p, shared.work[0]);
+  put_beta(shared, p, shared.work[0].chunk.rows, load_beta(p, shared.work[0]));
+  uint4 v[GradTraits<K>::kValueRows];
+  load_v<K>(v, p, shared.work[0], 0);
 #pragma unroll 1
   for (int at = 0;; at ^= 1) {
     const GradWork& work = shared.work[at];
@@ -236,7 +241,7 @@ __global__ void __launch_bounds__(GradTraits<K>::kThreads, GradTraits<K>::kBlock
     const int tid = thread_index();
     const int warp = __shfl_sync(~0u, tid / 32, 0);
     if (tid == 0) find_grad_work(p, work.after, next);
-    GradBlock<K>{shared, p, work, tid, warp, tid % 32}.run(ahead, next);
+    GradBlock<K>{shared, p, work, tid, warp, tid % 32}.run(v, next);
     if (next.chunk.rows == 0) return;
   }
 }

@@ -97,14 +97,7 @@ __device__ __forceinline__ void find_norms(GradShared<K>& shared, const GradPara
   }
 }
 
-/// What a thread needs early in its next item, on the way in registers: v of the first tile's rows,
-/// beta of a token.
-template <int K>
-struct GradAhead {
-  uint4 v[GradTraits<K>::kValueRows];
-  RawElement<float> beta;
-};
-
+/// This thread's units of v of the rows of a tile.
 template <int K>
 __device__ __forceinline__ void load_v(uint4 (&v)[GradTraits<K>::kValueRows], const GradParams& p,
                                        const GradWork& work, int v0) {
@@ -120,16 +113,12 @@ __device__ __forceinline__ void load_v(uint4 (&v)[GradTraits<K>::kValueRows], co
   }
 }
 
-template <int K>
-__device__ __forceinline__ void load_ahead(GradAhead<K>& ahead, const GradParams& p,
-                                           const GradWork& work) {
-  load_v<K>(ahead.v, p, work, 0);
+/// beta as it is in memory, a thread a token.
+__device__ __forceinline__ RawElement<float> load_beta(const GradParams& p, const GradWork& work) {
   const int tid = thread_index();
-  ahead.beta = {};
-  if (tid < work.chunk.rows) {
-    ahead.beta = load_raw<float>(
-        p.beta, token_offset(p.beta, work.chunk.batch, work.chunk.begin + tid, work.hv));
-  }
+  if (tid >= work.chunk.rows) return {};
+  return load_raw<float>(p.beta,
+                         token_offset(p.beta, work.chunk.batch, work.chunk.begin + tid, work.hv));
 }
 
 template <int K>
