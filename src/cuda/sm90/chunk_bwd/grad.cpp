@@ -5,19 +5,29 @@
 
 #include "cuda/launch.h"
 #include "cuda/sm90/chunk_bwd/instances/grad_instances.h"
+#include "cuda/tensor_map.h"
 
 namespace kda::cuda::sm90 {
 
 Status launch_grad(const GradParams& params, bool, cudaStream_t stream) {
-  const GradKernel grad = params.heads.K == 64 ? grad_bf16_k64() : grad_bf16_k128();
+  const Heads& heads = params.heads;
+  const GradKernel grad = heads.K == 64 ? grad_bf16_k64() : grad_bf16_k128();
+  const int64_t items = params.sequences.chunk_rows * heads.HV;
+  if (items == 0) return {};
+  GradLaunchParams launched{params, {}, {}};
+  const int32_t width = kGradColumns;
+  const TensorMapShape shape{
+      {heads.V, heads.K, items, 1}, {1, heads.V, heads.V * heads.K, 0}, {width, heads.K, 1, 1}};
+  Status status = make_tensor_map(launched.h_map, "h", params.h, shape);
+  if (status.ok()) status = make_tensor_map(launched.dh_map, "dh", params.dh, shape);
+  if (!status.ok()) return status;
   int device = 0;
   int sms = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-  const int64_t items = params.sequences.chunk_rows * params.heads.HV;
-  return launch({"sm90_chunk_bwd_grad", std::min(items, int64_t{sms} * grad.blocks_per_sm),
-                 2 * params.heads.K, grad.shared_bytes},
-                grad.kernel, params, stream);
+  const int64_t blocks = params.most_blocks > 0 ? params.most_blocks : sms * grad.blocks_per_sm;
+  return launch({"sm90_chunk_bwd_grad", std::min(items, blocks), 2 * heads.K, grad.shared_bytes},
+                grad.kernel, launched, stream);
 }
 
 }  // namespace kda::cuda::sm90

@@ -28,8 +28,6 @@
 
 namespace kda::cuda::sm90 {
 
-namespace ptx = ::cuda::ptx;
-
 template <int K>
 struct GradBlock {
   using Traits = GradTraits<K>;
@@ -44,15 +42,16 @@ struct GradBlock {
   };
 
   GradShared<K>& shared;
-  const GradParams& p;
+  const GradLaunchParams& p;
   const GradWork& work;
   int tid;
   int warp;
   int lane;
 
   /// This thread's copies have landed: all have, visible to wgmma.
-  static __device__ __forceinline__ void fence_tiles() {
+  __device__ __forceinline__ void fence_tiles(int v0) const {
     ptx::fence_proxy_async(ptx::space_shared);
+    wait_for(&shared.states_full, (work.tiles + static_cast<uint32_t>(v0 / kGradColumns)) % 2);
     __syncthreads();
   }
 
@@ -85,10 +84,14 @@ struct GradBlock {
     wgmma_commit();
   }
 
-  /// The products of columns v0 .. of V, whose tiles are on their way.
-  __device__ __forceinline__ void take_values(ValueSums& sums, int v0,
-                                              const uint4 (&v)[Traits::kValueRows]) const {
-    fence_tiles();
+  /// The products of columns v0 .. of V, whose tiles are on their way; LATER groups of copies after
+  /// them.
+  template <int LATER>
+  __device__ __forceinline__ void take_values(ValueSums& sums, int v0) const {
+    uint4 v[Traits::kValueRows];
+    load_v<K>(v, p, work, v0);
+    wait_for_copies<LATER>();
+    fence_tiles(v0);
     issue_value_products(sums, v0 > 0);
     sums.state_product = multiply_states(shared, sums.state_product);
     finish_values(shared, p, work, v0, v, sums.value_product);
@@ -101,10 +104,7 @@ struct GradBlock {
 #pragma unroll 1
     for (int v0 = kGradColumns; v0 < V; v0 += kGradColumns) {
       asm volatile("" : "+r"(v0));  // addresses are formed here, not kept across the products
-      uint4 v[Traits::kValueRows];
-      load_v<K>(v, p, work, v0);
-      wait_for_copies<0>();
-      take_values(sums, v0, v);
+      take_values<0>(sums, v0);
       if (v0 + kGradColumns >= V) break;
       __syncthreads();
       load_value_tiles(shared, p, work, v0 + kGradColumns);
@@ -124,8 +124,11 @@ struct GradBlock {
   }
 
   /// G and the norms from the raw rows.
-  __device__ __forceinline__ void put_decays(int segment, int column) const {
+  __device__ __forceinline__ void put_decays() const {
     constexpr int kTokens = Traits::kTokens;
+    const ColumnPair<K> at;
+    const int column = at.column;
+    const int segment = at.segment;
     float2 G[kTokens];
     read_gates(shared, p.gate.g.dtype, G, segment * kTokens, column);
     sum_gates(G, p.gate, work.hv, work.chunk.rows - segment * kTokens, column);
@@ -164,21 +167,18 @@ struct GradBlock {
 
   /// One item. The tiles of its first columns of V are on their way, then its rows; leaves those of
   /// `next` so.
-  __device__ __forceinline__ void run(uint4 (&v)[Traits::kValueRows], const GradWork& next) const {
-    const int column = tid % Traits::kPairs * 2;
-    const int segment = tid / Traits::kPairs;
+  __device__ __forceinline__ void run(const GradWork& next) const {
     ValueSums sums;
-    wait_for_copies<1>();
-    take_values(sums, 0, v);
+    take_values<1>(sums, 0);
     wait_for_copies<0>();
     __syncthreads();
     if (p.heads.V > kGradColumns) load_value_tiles(shared, p, work, kGradColumns);
     commit_copies();
-    put_decays(segment, column);
+    put_decays();
     walk_values(sums);
     put_value_sums(sums);
     __syncthreads();
-    const bool far = put_intra_tiles(shared, segment, column);
+    const bool far = put_intra_tiles(shared);
     ptx::fence_proxy_async(ptx::space_shared);
     const bool has_far = __syncthreads_or(far) != 0;
     GradFinish<K> finish(shared, p, work, warp, lane);
@@ -191,6 +191,7 @@ struct GradBlock {
     __syncthreads();
     if (next.chunk.rows > 0) load_value_tiles(shared, p, next, 0);
     commit_copies();
+    if (next.chunk.rows > 0) prefetch_v<K>(p, next);
     const RawElement<float> beta = load_beta(p, next);
     GradFinish<K>(shared, p, work, warp, thread_index() % 32).store_all(sums.S, sums.dkx, W);
     if (next.chunk.rows == 0) return;
@@ -198,18 +199,19 @@ struct GradBlock {
     load_key_rows(shared, p, next);
     commit_copies();
     put_beta(shared, p, next.chunk.rows, beta);
-    load_v<K>(v, p, next, 0);
   }
 };
 
 /// Into `work`: the first item from `item` on, in this block's steps, that has rows; one without
 /// rows if there is none. By one thread.
-__device__ __forceinline__ void find_grad_work(const GradParams& p, uint32_t item, GradWork& work) {
+__device__ __forceinline__ void find_grad_work(const GradLaunchParams& p, uint32_t item,
+                                               GradWork& work) {
   const auto HV = static_cast<uint32_t>(p.heads.HV);
   const auto count = static_cast<uint32_t>(p.sequences.chunk_rows) * HV;
   Chunk chunk{};
   for (; item < count && chunk.rows == 0; item += gridDim.x) {
     chunk = small_chunk_of(p.sequences, item / HV);
+    work.item = item;
     work.row = item / HV;
     work.hv = item % HV;
     work.head = item % HV / static_cast<uint32_t>(p.heads.group);
@@ -221,10 +223,15 @@ __device__ __forceinline__ void find_grad_work(const GradParams& p, uint32_t ite
 
 template <int K>
 __global__ void __launch_bounds__(GradTraits<K>::kThreads, GradTraits<K>::kBlocksPerSm)
-    sm90_chunk_bwd_grad(const __grid_constant__ GradParams p) {
+    sm90_chunk_bwd_grad(const __grid_constant__ GradLaunchParams p) {
   extern __shared__ __align__(1024) unsigned char dynamic[];
   auto& shared = *reinterpret_cast<GradShared<K>*>(dynamic);
-  if (threadIdx.x == 0) find_grad_work(p, blockIdx.x, shared.work[0]);
+  if (threadIdx.x == 0) {
+    ptx::mbarrier_init(&shared.states_full, 1);
+    ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+    find_grad_work(p, blockIdx.x, shared.work[0]);
+    shared.work[0].tiles = 0;
+  }
   __syncthreads();
   if (shared.work[0].chunk.rows == 0) return;
   load_value_tiles(shared, p, shared.work[0], 0);
@@ -232,16 +239,17 @@ __global__ void __launch_bounds__(GradTraits<K>::kThreads, GradTraits<K>::kBlock
   load_key_rows(shared, p, shared.work[0]);
   commit_copies();
   put_beta(shared, p, shared.work[0].chunk.rows, load_beta(p, shared.work[0]));
-  uint4 v[GradTraits<K>::kValueRows];
-  load_v<K>(v, p, shared.work[0], 0);
 #pragma unroll 1
   for (int at = 0;; at ^= 1) {
     const GradWork& work = shared.work[at];
     GradWork& next = shared.work[at ^ 1];
     const int tid = thread_index();
     const int warp = __shfl_sync(~0u, tid / 32, 0);
-    if (tid == 0) find_grad_work(p, work.after, next);
-    GradBlock<K>{shared, p, work, tid, warp, tid % 32}.run(v, next);
+    if (tid == 0) {
+      find_grad_work(p, work.after, next);
+      next.tiles = work.tiles + static_cast<uint32_t>(p.heads.V) / kGradColumns;
+    }
+    GradBlock<K>{shared, p, work, tid, warp, tid % 32}.run(next);
     if (next.chunk.rows == 0) return;
   }
 }

@@ -36,9 +36,9 @@ template <int K>
 __device__ __forceinline__ void backward_gates(GradShared<K>& shared, const GradParams& p,
                                                const GradWork& work) {
   constexpr int kTokens = GradTraits<K>::kTokens;
-  const int tid = thread_index();
-  const int column = tid % GradTraits<K>::kPairs * 2;
-  const int segment = tid / GradTraits<K>::kPairs;
+  const ColumnPair<K> at;
+  const int column = at.column;
+  const int segment = at.segment;
   const int first = segment * kTokens;
   float2 z[kTokens];
   read_gates(shared, p.gate.g.dtype, z, first, column);
@@ -71,6 +71,7 @@ __device__ __forceinline__ void backward_gates(GradShared<K>& shared, const Grad
   if (p.partial == nullptr) return;
   put_pair(&shared.totals[segment][column], dbias);
   for (int step = 16; step > 0; step /= 2) dA_log += __shfl_xor_sync(~0u, dA_log, step);
+  const int tid = thread_index();
   if (tid % 32 == 0) shared.partial[0][tid / 32][0] = dA_log;
 }
 

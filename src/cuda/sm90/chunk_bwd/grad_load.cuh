@@ -7,10 +7,12 @@
 #include "cuda/ptx/bulk_copy.cuh"
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/sm90/chunk_bwd/grad_shared.cuh"
+#include "cuda/tile/ring.cuh"
 
 namespace kda::cuda::sm90 {
 
 using Bf16 = __nv_bfloat16;
+namespace ptx = ::cuda::ptx;
 
 /// Raw rows of q, k and g; zeros beyond the last.
 template <int K>
@@ -40,35 +42,34 @@ __device__ __forceinline__ void load_key_rows(GradShared<K>& shared, const GradP
   }
 }
 
-/// Columns v0 .. v0 + 63 of everything that has V, but v.
+/// Columns v0 .. v0 + 63 of everything that has V, but v: h and dh by TMA, the rest by all threads.
 template <int K>
-__device__ __forceinline__ void load_value_tiles(GradShared<K>& shared, const GradParams& p,
+__device__ __forceinline__ void load_value_tiles(GradShared<K>& shared, const GradLaunchParams& p,
                                                  const GradWork& work, int v0) {
-  constexpr int kRowsAtOnce = GradTraits<K>::kThreads / 8;
-  const int first = thread_index() / 8;
-  const int unit = thread_index() % 8;
-  // Unrolled, addresses of all rows would live in registers across the products.
-  const auto load_state = [&](unsigned char* to, const Tensor& t) {
-    const Bf16* from = static_cast<const Bf16*>(t.data) + work.row * t.stride[0] +
-                       work.hv * t.stride[1] + first * t.stride[2] + v0 + unit * kUnitElements;
-#pragma unroll 1
-    for (int row = first; row < K; row += kRowsAtOnce, from += kRowsAtOnce * t.stride[2]) {
-      copy_async_16(to + unit_offset(row, unit), from);
-    }
-  };
+  constexpr int kRows = GradTraits<K>::kValueRows;
+  const int tid = thread_index();
+  if (tid == 0) {
+    const int32_t at[4] = {v0, 0, static_cast<int32_t>(work.item), 0};
+    ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared,
+                                   &shared.states_full, 2 * sizeof(shared.value.h));
+    ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, shared.value.h, &p.h_map, at,
+                              &shared.states_full);
+    ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, shared.value.dh, &p.dh_map, at,
+                              &shared.states_full);
+  }
+  const int unit = tid % 8;
   const auto load_rows = [&](unsigned char* to, const Tensor& t) {
     const Bf16* const from = static_cast<const Bf16*>(t.data) +
                              token_offset(t, work.chunk.batch, work.chunk.begin, work.hv) + v0 +
                              unit * kUnitElements;
-#pragma unroll 1
-    for (int row = first; row < kChunk; row += kRowsAtOnce) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int row = tid / 8 + i * (kChunk / kRows);
       const bool valid = row < work.chunk.rows;
-      copy_async_16_or_zero(shared_address(to + unit_offset(row, unit)),
+      copy_async_16_or_zero(shared_address(to) + unit_offset(row, unit),
                             from + (valid ? row : 0) * t.stride[1], valid);
     }
   };
-  load_state(shared.value.h, p.h);
-  load_state(shared.value.dh, p.dh);
   load_rows(shared.value.do_R, p.grad_o);
   load_rows(shared.value.do_R + kChunk * kPanelRowBytes, p.R);
   load_rows(shared.value.v_new, p.v_new);
@@ -110,6 +111,19 @@ __device__ __forceinline__ void load_v(uint4 (&v)[GradTraits<K>::kValueRows], co
     const int row = thread_index() / 8 + i * (kChunk / kRows);
     v[i] = uint4{};
     if (row < work.chunk.rows) v[i] = *reinterpret_cast<const uint4*>(from + row * p.v.stride[1]);
+  }
+}
+
+/// Brings v of a chunk into L2: registers for it would have to last across an item.
+template <int K>
+__device__ __forceinline__ void prefetch_v(const GradParams& p, const GradWork& work) {
+  constexpr int kLine = 128 / sizeof(Bf16);
+  const auto* const from = static_cast<const Bf16*>(p.v.data) +
+                           token_offset(p.v, work.chunk.batch, work.chunk.begin, work.hv);
+  const int lines = static_cast<int>(p.heads.V) / kLine;
+  for (int e = thread_index(); e < work.chunk.rows * lines; e += GradTraits<K>::kThreads) {
+    const Bf16* const line = from + e / lines * p.v.stride[1] + e % lines * kLine;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
   }
 }
 

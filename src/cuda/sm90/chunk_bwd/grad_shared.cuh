@@ -7,7 +7,6 @@
 
 namespace kda::cuda::sm90 {
 
-inline constexpr int kGradColumns = 64;  ///< of V at a time
 /// Score gradients are arranged in 48 columns: block 0, block 1 over block 0, block 1.
 inline constexpr int kArranged = 3 * kBlock;
 
@@ -31,6 +30,19 @@ __device__ __forceinline__ int thread_index() {
   return index;
 }
 
+/// What a thread has of [32 tokens x K]: a column pair and a segment of kTokens tokens.
+template <int K>
+struct ColumnPair {
+  int column;
+  int segment;
+
+  __device__ __forceinline__ ColumnPair() {
+    const int tid = thread_index();
+    column = tid % GradTraits<K>::kPairs * 2;
+    segment = tid / GradTraits<K>::kPairs;
+  }
+};
+
 /// Tiles of 64 columns of V.
 template <int K>
 struct ValueTiles {
@@ -50,9 +62,11 @@ struct IntraTiles {
 /// What a block works on.
 struct GradWork {
   Chunk chunk;
-  int64_t row;  ///< of h and dh
+  int64_t row;    ///< of h and dh
+  uint32_t item;  ///< row and value head
   uint32_t hv;
   uint32_t head;
+  uint32_t tiles;  ///< of h and dh that came before
   uint32_t after;  ///< where this block's search for the next goes on
 };
 
@@ -80,8 +94,9 @@ struct GradShared {
   float value_product[kChunk];  ///< rowsum_V(R . v)
   float diagonal[kChunk];       ///< dP_ii
   float beta[kChunk];
-  float norm[2][kChunk];  ///< 1 / |q|, 1 / |k|
-  GradWork work[2];       ///< this item and the next: in registers they would be too many
+  float norm[2][kChunk];            ///< 1 / |q|, 1 / |k|
+  alignas(8) uint64_t states_full;  ///< tiles of h and dh have landed
+  GradWork work[2];                 ///< this item and the next: in registers they would be too many
 };
 static_assert(sizeof(GradShared<128>) <= 113 * 1024 && sizeof(GradShared<64>) <= 75 * 1024);
 

@@ -8,7 +8,7 @@
 namespace kda::cuda::sm90 {
 
 struct GradKernel {
-  void (*kernel)(GradParams);
+  void (*kernel)(GradLaunchParams);
   std::size_t shared_bytes;
   int blocks_per_sm;
 };
