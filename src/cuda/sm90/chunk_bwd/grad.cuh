@@ -37,7 +37,7 @@ struct GradBlock {
     float S[32];
     float dkx[16];
     float scores[16];
-    float state_product = 0;
+    float2 state_product{0, 0};  ///< of the channels of multiply_states
     float value_product[Traits::kValueRows] = {};
   };
 
@@ -113,7 +113,11 @@ struct GradBlock {
   }
 
   __device__ __forceinline__ void put_value_sums(const ValueSums& sums) const {
-    shared.state_product[tid / K][tid % K] = sums.state_product;
+    if (lane / 8 == lane % 4) {
+      float* const to = shared.state_product + 16 * warp + lane / 4;
+      to[0] = sums.state_product.x;
+      to[8] = sums.state_product.y;
+    }
 #pragma unroll
     for (int i = 0; i < Traits::kValueRows; ++i) {
       float sum = sums.value_product[i];

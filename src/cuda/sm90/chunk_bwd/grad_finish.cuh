@@ -228,48 +228,40 @@ struct GradFinish {
     }
   }
 
-  /// (5.33), over G of this warp's channels. Sums from the last token on of W and of all tokens
-  /// before of k . dkx.
+  /// (5.33): dg of token t is that of the first token and k . dkx - W of all tokens before t. Over
+  /// G of this warp's channels: the steps k . dkx - W; their sums by segments of 8 tokens.
   __device__ __forceinline__ void sum_tokens(const float (&W)[16], const float (&X)[16]) const {
     const float end[2] = {shared.G[kChunk - 1][at.channel(0)], shared.G[kChunk - 1][at.channel(1)]};
     __syncwarp();
+    const bool upper = (lane & 2) != 0;
+    const bool odd = (lane & 1) != 0;
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int channel = at.channel(c);
-      float before = p.mantissa * exp2_of(end[c]) *
-                     (shared.state_product[0][channel] + shared.state_product[1][channel]);
-      float dg[8];
+      float all = 0;
+      float steps[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float x = X[4 * i + 2 * c];
-        float sum = x + X[4 * i + 2 * c + 1];
-        for (int step = 1; step < 4; step *= 2) {
-          const float other = __shfl_up_sync(~0u, sum, step, 4);
-          if (lane % 4 >= step) sum += other;
-        }
-        float own = __shfl_up_sync(~0u, sum, 1, 4);
-        own = before + (lane % 4 == 0 ? 0 : own);
-        dg[2 * i] = own;
-        dg[2 * i + 1] = own + x;
-        before += __shfl_sync(~0u, sum, 3, 4);
+        const int r = 4 * i + 2 * c;
+        const float2 step{X[r] - W[r], X[r + 1] - W[r + 1]};
+        shared.G[at.token(i, 0)][channel] = step.x;
+        shared.G[at.token(i, 1)][channel] = step.y;
+        steps[i] = step.x + step.y;
+        all += W[r] + W[r + 1];
       }
-      float after = 0;
+      // Four sums over the quad's four lanes: each lane ends with one.
 #pragma unroll
-      for (int i = 3; i >= 0; --i) {
-        const float w = W[4 * i + 2 * c + 1];
-        float sum = W[4 * i + 2 * c] + w;
-        for (int step = 1; step < 4; step *= 2) {
-          const float other = __shfl_down_sync(~0u, sum, step, 4);
-          if (lane % 4 + step < 4) sum += other;
-        }
-        float own = __shfl_down_sync(~0u, sum, 1, 4);
-        own = after + (lane % 4 == 3 ? 0 : own) + w;
-        dg[2 * i + 1] += own;
-        dg[2 * i] += own + W[4 * i + 2 * c];
-        after += __shfl_sync(~0u, sum, 0, 4);
+      for (int i = 0; i < 2; ++i) {
+        const float other = __shfl_xor_sync(~0u, upper ? steps[i] : steps[i + 2], 2);
+        steps[i] = (upper ? steps[i + 2] : steps[i]) + other;
       }
-#pragma unroll
-      for (int t = 0; t < 8; ++t) shared.G[at.token(t / 2, t % 2)][channel] = dg[t];
+      const float other = __shfl_xor_sync(~0u, odd ? steps[0] : steps[1], 1);
+      shared.dg_steps[lane % 4][channel] = (odd ? steps[1] : steps[0]) + other;
+      for (int step = 1; step < 4; step *= 2) all += __shfl_xor_sync(~0u, all, step);
+      if (lane % 4 == 0) {
+        shared.dg_first[channel] =
+            fmaf(p.mantissa * exp2_of(end[c]), shared.state_product[channel], all);
+      }
     }
   }
 

@@ -44,19 +44,26 @@ __device__ __forceinline__ void backward_gates(GradShared<K>& shared, const Grad
   read_gates(shared, p.gate.g.dtype, z, first, column);
   const int64_t stride = p.dg.stride[1];
   int64_t offset = token_offset(p.dg, work.chunk.batch, work.chunk.begin + first, work.hv) + column;
+  float2 dg = pair_at(shared.dg_first, column);
+#pragma unroll
+  for (int i = 0; i < kChunk / kTokens; ++i) {
+    const float2 before = pair_at(shared.dg_steps[i], column);
+    if (i < segment) dg = {dg.x + before.x, dg.y + before.y};
+  }
   float2 dbias{0, 0};
   float dA_log = 0;
   const auto each = [&](auto gradient) {
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
       if (first + t >= work.chunk.rows) break;
-      const float2 dg = pair_at(shared.G[first + t], column);
+      const float2 step = pair_at(shared.G[first + t], column);
       const GateGradient<float> x = gradient(z[t].x, dg.x, 0);
       const GateGradient<float> y = gradient(z[t].y, dg.y, 1);
       if (p.dg.data != nullptr) store_pair(p.dg, offset, {x.dz, y.dz});
       offset += stride;
       dbias = {dbias.x + x.dz, dbias.y + y.dz};
       dA_log += x.dA_log + y.dA_log;
+      dg = {dg.x + step.x, dg.y + step.y};
     }
   };
   if (p.gate.kind == kGateNone) {

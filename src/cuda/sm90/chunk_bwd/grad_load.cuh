@@ -6,6 +6,8 @@
 
 #include "cuda/ptx/bulk_copy.cuh"
 #include "cuda/ptx/cp_async.cuh"
+#include "cuda/ptx/ldmatrix.cuh"
+#include "cuda/ptx/mma_sync.cuh"
 #include "cuda/sm90/chunk_bwd/grad_shared.cuh"
 #include "cuda/tile/ring.cuh"
 
@@ -199,18 +201,28 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b, float sum) {
   return sum;
 }
 
-/// rowsum_V(h . dh) of this thread's half of a channel's columns.
+/// rowsum_V(h . dh) of 16 channels of a warp: the diagonal of h dh^T, 8 x 8 blocks of it. Lanes
+/// with lane / 8 == lane % 4 end with those of channels lane / 4 and lane / 4 + 8.
 template <int K>
-__device__ __forceinline__ float multiply_states(const GradShared<K>& shared, float sum) {
-  const int row = thread_index() % K;
-  const int half = thread_index() / K;
+__device__ __forceinline__ float2 multiply_states(const GradShared<K>& shared, float2 sum) {
+  const int lane = thread_index() % 32;
+  const int first = thread_index() / 32 * 16;
+  const uint32_t h = shared_address(shared.value.h) + unit_offset(first + lane % 16, lane / 16);
+  const uint32_t dh =
+      shared_address(shared.value.dh) + unit_offset(first + lane % 8 + lane / 16 * 8, lane / 8 % 2);
+  float upper[4] = {};
+  float lower[4] = {};
 #pragma unroll
-  for (int u = 0; u < 4; ++u) {
-    const uint32_t at = unit_offset(row, 4 * half + u);
-    sum = dot(*reinterpret_cast<const uint4*>(shared.value.h + at),
-              *reinterpret_cast<const uint4*>(shared.value.dh + at), sum);
+  for (int step = 0; step < kGradColumns / 16; ++step) {
+    uint32_t a[4];
+    uint32_t b[4];
+    ldmatrix(a, h ^ (step << 5));
+    ldmatrix(b, dh ^ (step << 5));
+    mma_bf16(upper, a, b);
+    mma_bf16(lower, a, b + 2);
   }
-  return sum;
+  const bool odd = lane / 4 % 2 == 1;
+  return {sum.x + (odd ? upper[1] : upper[0]), sum.y + (odd ? lower[3] : lower[2])};
 }
 
 /// dv = beta R (5.11) and rowsum_V(R . v) of one unit of each row of this thread.

@@ -88,8 +88,10 @@ struct GradShared {
   };
   alignas(16) float g[kChunk][Traits::kStride];  ///< raw; 16-bit types fill half of it
   float totals[kChunk / Traits::kTokens][K];
-  float state_product[2][K];                 ///< rowsum_V(h . dh), two halves
-  float partial[3][Traits::kWarps][kChunk];  ///< sums over the channels of a warp
+  float state_product[K];                       ///< rowsum_V(h . dh)
+  float dg_first[K];                            ///< gradient of the first token's decay
+  float dg_steps[kChunk / Traits::kTokens][K];  ///< what each segment adds to dg
+  float partial[3][Traits::kWarps][kChunk];     ///< sums over the channels of a warp
   float sums[3][kChunk];
   float value_product[kChunk];  ///< rowsum_V(R . v)
   float diagonal[kChunk];       ///< dP_ii
