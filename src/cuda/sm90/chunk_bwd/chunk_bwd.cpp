@@ -57,6 +57,7 @@ void walk(Pipeline& run, const PrepParams& prep, GradParams& grad) {
   scan.h_row_count = prep.sequences.chunk_rows;
   scan.heads = prep.heads;
   scan.chunk_size = kChunk;
+  scan.side_by_side = 2;
   const int64_t rows = prep.sequences.chunk_rows;
   scan.v = run[kV];
   scan.o = grad.v_new = scratch_bf16(run, {s.B, s.T, s.HV, s.V});

@@ -131,15 +131,12 @@ struct GradBlock {
   __device__ __forceinline__ void put_decays() const {
     constexpr int kTokens = Traits::kTokens;
     const ColumnPair<K> at;
-    const int column = at.column;
-    const int segment = at.segment;
     float2 G[kTokens];
-    read_gates(shared, p.gate.g.dtype, G, segment * kTokens, column);
-    sum_gates(G, p.gate, work.hv, work.chunk.rows - segment * kTokens, column);
-    put_pair(&shared.totals[segment][column], G[kTokens - 1]);
+    sum_decays(shared, p, G, at.segment * kTokens, at.column, work.chunk.rows);
+    put_pair(&shared.totals[at.segment][at.column], G[kTokens - 1]);
     find_norms(shared, p);
     __syncthreads();
-    put_gates(shared, G, segment, column);
+    put_gates(shared, G, at.segment, at.column);
   }
 
   /// S += [dq2 | z]^T, all but the rows' factor.
@@ -196,13 +193,13 @@ struct GradBlock {
     if (next.chunk.rows > 0) load_value_tiles(shared, p, next, 0);
     commit_copies();
     if (next.chunk.rows > 0) prefetch_v<K>(p, next);
-    const RawElement<float> beta = load_beta(p, next);
+    const GradScalars scalars = load_scalars(p, next);
     GradFinish<K>(shared, p, work, warp, thread_index() % 32).store_all(sums.S, sums.dkx, W);
     if (next.chunk.rows == 0) return;
     __syncthreads();
     load_key_rows(shared, p, next);
     commit_copies();
-    put_beta(shared, p, next.chunk.rows, beta);
+    put_scalars(shared, p, next.chunk.rows, scalars);
   }
 };
 
@@ -242,7 +239,7 @@ __global__ void __launch_bounds__(GradTraits<K>::kThreads, GradTraits<K>::kBlock
   commit_copies();
   load_key_rows(shared, p, shared.work[0]);
   commit_copies();
-  put_beta(shared, p, shared.work[0].chunk.rows, load_beta(p, shared.work[0]));
+  put_scalars(shared, p, shared.work[0].chunk.rows, load_scalars(p, shared.work[0]));
 #pragma unroll 1
   for (int at = 0;; at ^= 1) {
     const GradWork& work = shared.work[at];

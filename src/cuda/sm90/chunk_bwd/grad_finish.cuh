@@ -180,16 +180,6 @@ struct GradFinish {
     if (lane % 8 < 4) shared.partial[which][warp][at.token(2 * BLOCK + t / 2, t % 2)] = sum;
   }
 
-  /// (3.13) behind a sigmoid.
-  __device__ __forceinline__ void store_dbeta(int t, float dbeta) const {
-    const int64_t token = work.chunk.begin + t;
-    if (p.beta_sigmoid) {
-      const float x = load<float>(p.beta, token_offset(p.beta, work.chunk.batch, token, work.hv));
-      dbeta *= p.beta_factor * sigmoid(x) * sigmoid(-x);
-    }
-    store<float>(p.dbeta, token_offset(p.dbeta, work.chunk.batch, token, work.hv), dbeta);
-  }
-
   /// Adds the warps' sums; dbeta.
   __device__ __forceinline__ void finish_sums() const {
     const int tid = warp * 32 + lane;
@@ -202,7 +192,9 @@ struct GradFinish {
       for (int w = 0; w < Traits::kWarps; ++w) sum += shared.partial[which][w][t];
       shared.sums[which][t] = sum;
       if (which == kKeySum && t < work.chunk.rows && p.dbeta.data != nullptr) {
-        store_dbeta(t, fmaf(p.mantissa, shared.value_product[t], sum));
+        store<float>(
+            p.dbeta, token_offset(p.dbeta, work.chunk.batch, work.chunk.begin + t, work.hv),
+            shared.beta_slope[t] * fmaf(p.mantissa, shared.value_product[t], sum));  // (3.13)
       }
     }
   }

@@ -38,45 +38,43 @@ __device__ __forceinline__ void backward_gates(GradShared<K>& shared, const Grad
   constexpr int kTokens = GradTraits<K>::kTokens;
   const ColumnPair<K> at;
   const int column = at.column;
-  const int segment = at.segment;
-  const int first = segment * kTokens;
-  float2 z[kTokens];
-  read_gates(shared, p.gate.g.dtype, z, first, column);
-  const int64_t stride = p.dg.stride[1];
-  int64_t offset = token_offset(p.dg, work.chunk.batch, work.chunk.begin + first, work.hv) + column;
+  const int first = at.segment * kTokens;
   float2 dg = pair_at(shared.dg_first, column);
 #pragma unroll
   for (int i = 0; i < kChunk / kTokens; ++i) {
     const float2 before = pair_at(shared.dg_steps[i], column);
-    if (i < segment) dg = {dg.x + before.x, dg.y + before.y};
+    if (i < at.segment) dg = {dg.x + before.x, dg.y + before.y};
   }
+  const float2 bias = pair_at(shared.bias, column);
   float2 dbias{0, 0};
   float dA_log = 0;
   const auto each = [&](auto gradient) {
-#pragma unroll
-    for (int t = 0; t < kTokens; ++t) {
-      if (first + t >= work.chunk.rows) break;
-      const float2 step = pair_at(shared.G[first + t], column);
-      const GateGradient<float> x = gradient(z[t].x, dg.x, 0);
-      const GateGradient<float> y = gradient(z[t].y, dg.y, 1);
+    const int64_t stride = p.dg.stride[1];
+    int64_t offset =
+        token_offset(p.dg, work.chunk.batch, work.chunk.begin + first, work.hv) + column;
+    // Not unrolled further: what all warps execute has to stay in the instruction cache.
+#pragma unroll 2
+    for (int t = first; t < first + kTokens && t < work.chunk.rows; ++t, offset += stride) {
+      const float2 z = read_gate(shared, p.gate.g.dtype, t, column);
+      const GateGradient<float> x = gradient(z.x + bias.x, dg.x);
+      const GateGradient<float> y = gradient(z.y + bias.y, dg.y);
       if (p.dg.data != nullptr) store_pair(p.dg, offset, {x.dz, y.dz});
-      offset += stride;
       dbias = {dbias.x + x.dz, dbias.y + y.dz};
       dA_log += x.dA_log + y.dA_log;
+      const float2 step = pair_at(shared.G[t], column);
       dg = {dg.x + step.x, dg.y + step.y};
     }
   };
   if (p.gate.kind == kGateNone) {
-    each([](float g, float dg, int) { return fast_no_gate_gradient(g, dg); });
+    each([](float g, float dg) { return fast_no_gate_gradient(g, dg); });
     return;
   }
-  const FastGate gate = fast_gate_of(p.gate, work.hv);
-  const float bias[2] = {bias_of(p.gate, work.hv, column), bias_of(p.gate, work.hv, column + 1)};
+  const FastGate gate = shared.gate;
   with_gate(p.gate, gate, [&](auto kind) {
-    each([&](float raw, float dg, int e) { return kind.gradient(gate, raw + bias[e], dg); });
+    each([&](float z, float dg) { return kind.gradient(gate, z, dg); });
   });
   if (p.partial == nullptr) return;
-  put_pair(&shared.totals[segment][column], dbias);
+  put_pair(&shared.totals[at.segment][column], dbias);
   for (int step = 16; step > 0; step /= 2) dA_log += __shfl_xor_sync(~0u, dA_log, step);
   const int tid = thread_index();
   if (tid % 32 == 0) shared.partial[0][tid / 32][0] = dA_log;

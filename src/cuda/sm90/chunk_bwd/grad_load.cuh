@@ -129,46 +129,85 @@ __device__ __forceinline__ void prefetch_v(const GradParams& p, const GradWork& 
   }
 }
 
-/// beta as it is in memory, a thread a token.
-__device__ __forceinline__ RawElement<float> load_beta(const GradParams& p, const GradWork& work) {
-  const int tid = thread_index();
-  if (tid >= work.chunk.rows) return {};
-  return load_raw<float>(p.beta,
-                         token_offset(p.beta, work.chunk.batch, work.chunk.begin + tid, work.hv));
-}
+/// What a thread fetches of beta, dt_bias and A_log for its next item, as it is in memory: a token,
+/// a channel, the head.
+struct GradScalars {
+  RawElement<float> beta;
+  float bias;
+  float A_log;
+};
 
-template <int K>
-__device__ __forceinline__ void put_beta(GradShared<K>& shared, const GradParams& p, int rows,
-                                         RawElement<float> raw) {
+__device__ __forceinline__ GradScalars load_scalars(const GradParams& p, const GradWork& work) {
   const int tid = thread_index();
-  if (tid >= kChunk) return;
-  float x = 0;
-  if (tid < rows) {
-    x = convert<float>(raw, p.beta.dtype);
-    if (p.beta_sigmoid) x = p.beta_factor * sigmoid(x);
+  GradScalars x{};
+  if (tid < work.chunk.rows) {
+    x.beta = load_raw<float>(
+        p.beta, token_offset(p.beta, work.chunk.batch, work.chunk.begin + tid, work.hv));
   }
-  shared.beta[tid] = x;
+  if (p.gate.kind == kGateNone) return x;
+  if (tid < p.heads.K) x.bias = bias_of(p.gate, work.hv, tid);
+  if (tid == 0) x.A_log = A_log_of(p.gate, work.hv);
+  return x;
 }
 
-/// Raw gates of this thread's tokens of a column pair.
 template <int K>
-__device__ __forceinline__ void read_gates(const GradShared<K>& shared, int32_t dtype,
-                                           float2 (&z)[GradTraits<K>::kTokens], int first,
-                                           int column) {
-  constexpr int kStride = GradTraits<K>::kStride;
-  const auto read_as = [&]<class T>(const T* rows) {
+__device__ __forceinline__ void put_scalars(GradShared<K>& shared, const GradParams& p, int rows,
+                                            const GradScalars& raw) {
+  const int tid = thread_index();
+  if (tid < K) shared.bias[tid] = raw.bias;
+  if (tid == 0 && p.gate.kind != kGateNone) shared.gate = fast_gate_from(p.gate, raw.A_log);
+  if (tid >= kChunk) return;
+  float beta = 0;
+  float slope = 1;
+  if (tid < rows) {
+    beta = convert<float>(raw.beta, p.beta.dtype);
+    if (p.beta_sigmoid) {
+      slope = p.beta_factor * sigmoid(beta) * sigmoid(-beta);
+      beta = p.beta_factor * sigmoid(beta);
+    }
+  }
+  shared.beta[tid] = beta;
+  shared.beta_slope[tid] = slope;
+}
+
+/// A raw gate, column pair.
+template <int K>
+__device__ __forceinline__ float2 read_gate(const GradShared<K>& shared, int32_t dtype, int token,
+                                            int column) {
+  const int at = token * GradTraits<K>::kStride;
+  if (dtype == kBFloat16) return pair_at(reinterpret_cast<const Bf16*>(shared.g) + at, column);
+  if (dtype == kFloat16) return pair_at(reinterpret_cast<const __half*>(shared.g) + at, column);
+  return pair_at(&shared.g[0][0] + at, column);
+}
+
+/// Running sums of the log2 decays of this thread's tokens of a column pair.
+template <int K>
+__device__ __forceinline__ void sum_decays(const GradShared<K>& shared, const GradParams& p,
+                                           float2 (&G)[GradTraits<K>::kTokens], int first,
+                                           int column, int rows) {
+  constexpr int kTokens = GradTraits<K>::kTokens;
 #pragma unroll
-    for (int t = 0; t < GradTraits<K>::kTokens; ++t) {
-      z[t] = pair_at(rows + (first + t) * kStride, column);
+  for (int t = 0; t < kTokens; ++t) {
+    G[t] = read_gate(shared, p.gate.g.dtype, first + t, column);
+  }
+  const auto sum = [&](auto decay) {
+    float2 running{0, 0};
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+      const float2 d = decay(G[t]);
+      if (first + t < rows) running = {running.x + d.x, running.y + d.y};
+      G[t] = running;
     }
   };
-  if (dtype == kBFloat16) {
-    read_as(reinterpret_cast<const Bf16*>(shared.g));
-  } else if (dtype == kFloat16) {
-    read_as(reinterpret_cast<const __half*>(shared.g));
-  } else {
-    read_as(&shared.g[0][0]);
+  if (p.gate.kind == kGateNone) {
+    sum([](float2 g) -> float2 { return {fast_no_gate(g.x), fast_no_gate(g.y)}; });
+    return;
   }
+  const FastGate gate = shared.gate;
+  const float2 bias = pair_at(shared.bias, column);
+  with_gate(p.gate, gate, [&](auto kind) {
+    sum([&](float2 z) -> float2 { return {kind(gate, z.x + bias.x), kind(gate, z.y + bias.y)}; });
+  });
 }
 
 /// G from the running sums of this thread's tokens of a column pair.

@@ -3,6 +3,7 @@
 
 #include "cuda/sm90/chunk_bwd/grad.h"
 #include "cuda/sm90/chunk_fwd/prep.cuh"
+#include "cuda/tile/fast_gate.cuh"
 #include "cuda/tile/swizzle.cuh"
 
 namespace kda::cuda::sm90 {
@@ -96,6 +97,9 @@ struct GradShared {
   float value_product[kChunk];  ///< rowsum_V(R . v)
   float diagonal[kChunk];       ///< dP_ii
   float beta[kChunk];
+  float beta_slope[kChunk];  ///< d beta / d logit
+  float bias[K];
+  FastGate gate;
   float norm[2][kChunk];            ///< 1 / |q|, 1 / |k|
   alignas(8) uint64_t states_full;  ///< tiles of h and dh have landed
   GradWork work[2];                 ///< this item and the next: in registers they would be too many
