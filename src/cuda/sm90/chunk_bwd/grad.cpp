@@ -14,7 +14,9 @@ Status launch_grad(const GradParams& params, bool, cudaStream_t stream) {
   const GradKernel grad = heads.K == 64 ? grad_bf16_k64() : grad_bf16_k128();
   const int64_t items = params.sequences.chunk_rows * heads.HV;
   if (items == 0) return {};
-  GradLaunchParams launched{params, {}, {}};
+  const GradParams& p = params;
+  GradLaunchParams launched{
+      p, {p.q, p.k, p.gate.g, p.v, p.grad_o, p.R, p.v_new, p.dq, p.dk, p.dv, p.dg}, {}, {}};
   const int32_t width = kGradColumns;
   const TensorMapShape shape{
       {heads.V, heads.K, items, 1}, {1, heads.V, heads.V * heads.K, 0}, {width, heads.K, 1, 1}};

@@ -204,22 +204,36 @@ struct GradBlock {
 };
 
 /// Into `work`: the first item from `item` on, in this block's steps, that has rows; one without
-/// rows if there is none. By one thread.
+/// rows if there is none. By one warp.
 __device__ __forceinline__ void find_grad_work(const GradLaunchParams& p, uint32_t item,
                                                GradWork& work) {
+  const int lane = thread_index() % 32;
   const auto HV = static_cast<uint32_t>(p.heads.HV);
   const auto count = static_cast<uint32_t>(p.sequences.chunk_rows) * HV;
   Chunk chunk{};
-  for (; item < count && chunk.rows == 0; item += gridDim.x) {
+  uint32_t found = item;
+  for (; item < count; item += gridDim.x) {
+    found = item;
     chunk = small_chunk_of(p.sequences, item / HV);
-    work.item = item;
-    work.row = item / HV;
-    work.hv = item % HV;
-    work.head = item % HV / static_cast<uint32_t>(p.heads.group);
-    if (chunk.rows == 0) clear_partial(p, work.row, work.hv);
+    if (chunk.rows > 0) break;
+    clear_partial(p, item / HV, item % HV, lane);
   }
+  if (item >= count) chunk.rows = 0;
+  const uint32_t hv = found % HV;
+  const uint32_t head = hv / static_cast<uint32_t>(p.heads.group);
+  if (lane < kGradRows) {
+    const Tensor& t = p.rows[lane];
+    const int64_t offset = token_offset(t, chunk.batch, chunk.begin, lane <= kRowsK ? head : hv);
+    const bool narrow = t.dtype == kBFloat16 || t.dtype == kFloat16;
+    work.rows[lane] = static_cast<std::byte*>(t.data) + offset * (narrow ? 2 : 4);
+  }
+  if (lane > 0) return;
   work.chunk = chunk;
-  work.after = item;
+  work.item = found;
+  work.row = found / HV;
+  work.hv = hv;
+  work.head = head;
+  work.after = item + gridDim.x;
 }
 
 template <int K>
@@ -230,9 +244,9 @@ __global__ void __launch_bounds__(GradTraits<K>::kThreads, GradTraits<K>::kBlock
   if (threadIdx.x == 0) {
     ptx::mbarrier_init(&shared.states_full, 1);
     ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
-    find_grad_work(p, blockIdx.x, shared.work[0]);
     shared.work[0].tiles = 0;
   }
+  if (threadIdx.x < 32) find_grad_work(p, blockIdx.x, shared.work[0]);
   __syncthreads();
   if (shared.work[0].chunk.rows == 0) return;
   load_value_tiles(shared, p, shared.work[0], 0);
@@ -246,9 +260,11 @@ __global__ void __launch_bounds__(GradTraits<K>::kThreads, GradTraits<K>::kBlock
     GradWork& next = shared.work[at ^ 1];
     const int tid = thread_index();
     const int warp = __shfl_sync(~0u, tid / 32, 0);
-    if (tid == 0) {
+    if (warp == 0) {
       find_grad_work(p, work.after, next);
-      next.tiles = work.tiles + static_cast<uint32_t>(p.heads.V) / kGradColumns;
+      if (tid == 0) {
+        next.tiles = work.tiles + static_cast<uint32_t>(p.heads.V) / kGradColumns;
+      }
     }
     GradBlock<K>{shared, p, work, tid, warp, tid % 32}.run(next);
     if (next.chunk.rows == 0) return;

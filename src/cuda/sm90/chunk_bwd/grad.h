@@ -33,8 +33,25 @@ struct GradParams {
   int32_t most_blocks = 0;  ///< 0: as many as fill the GPU
 };
 
+/// The tensors of whose rows a block keeps the first addresses.
+enum GradRows : int {
+  kRowsQ,
+  kRowsK,
+  kRowsG,
+  kRowsV,
+  kRowsDo,
+  kRowsR,
+  kRowsVNew,
+  kRowsDq,
+  kRowsDk,
+  kRowsDv,
+  kRowsDg,
+  kGradRows
+};
+
 /// GradParams and what the launch adds.
 struct GradLaunchParams : GradParams {
+  Tensor rows[kGradRows];
   CUtensorMap h_map, dh_map;  ///< boxes of 64 columns x K channels
 };
 

@@ -258,9 +258,9 @@ struct GradFinish {
   }
 
   /// Rows of fp32: eight lanes fill a sector.
-  __device__ __forceinline__ void store_fp32(const Tensor& t, const float* x) const {
-    float* const to =
-        static_cast<float*>(t.data) + token_offset(t, work.chunk.batch, work.chunk.begin, work.hv);
+  __device__ __forceinline__ void store_fp32(GradRows which, const Tensor& t,
+                                             const float* x) const {
+    float* const to = work.at<float>(which);
     GradLane::each([&](int r, int i, int c, int e) {
       const int token = at.token(i, e);
       if (token < work.chunk.rows) to[token * t.stride[1] + at.channel(c)] = x[r];
@@ -281,9 +281,8 @@ struct GradFinish {
     }
   }
 
-  __device__ __forceinline__ void store_staged(const Tensor& t, int place) const {
-    Bf16* const to =
-        static_cast<Bf16*>(t.data) + token_offset(t, work.chunk.batch, work.chunk.begin, work.hv);
+  __device__ __forceinline__ void store_staged(GradRows which, const Tensor& t, int place) const {
+    Bf16* const to = work.at<Bf16>(which);
     for (int e = warp * 32 + lane; e < work.chunk.rows * (K / 8); e += Traits::kThreads) {
       const int row = e / (K / 8);
       const int unit = e % (K / 8);
@@ -316,14 +315,14 @@ struct GradFinish {
       stage(0, S);
       stage(1, S + 16);
     } else {
-      store_fp32(p.dq, S);
-      store_fp32(p.dk, S + 16);
+      store_fp32(kRowsDq, p.dq, S);
+      store_fp32(kRowsDk, p.dk, S + 16);
     }
     if (gates) backward_gates(shared, p, work);
     __syncthreads();
     if (staged) {
-      store_staged(p.dq, 0);
-      store_staged(p.dk, 1);
+      store_staged(kRowsDq, p.dq, 0);
+      store_staged(kRowsDk, p.dk, 1);
     }
     if (gates) store_partial(shared, p, work);
   }

@@ -13,16 +13,17 @@ __device__ __forceinline__ float* partial_row(const GradParams& p, int64_t row, 
   return p.partial + (row * p.heads.HV + hv) * (p.heads.K + 1);
 }
 
-/// The row of a chunk without tokens, by one thread.
-__device__ __forceinline__ void clear_partial(const GradParams& p, int64_t row, uint32_t hv) {
+/// The row of a chunk without tokens, by one warp.
+__device__ __forceinline__ void clear_partial(const GradParams& p, int64_t row, uint32_t hv,
+                                              int lane) {
   if (p.partial == nullptr) return;
-  for (int32_t k = 0; k <= p.heads.K; ++k) partial_row(p, row, hv)[k] = 0;
+  for (int32_t k = lane; k <= p.heads.K; k += 32) partial_row(p, row, hv)[k] = 0;
 }
 
 /// Two neighbouring elements, aligned together.
-__device__ __forceinline__ void store_pair(const Tensor& t, int64_t offset, float2 x) {
-  with_element(t.dtype, [&]<class T>(Element<T>) {
-    T* const to = static_cast<T*>(t.data) + offset;
+__device__ __forceinline__ void store_pair(void* row, int32_t dtype, int64_t offset, float2 x) {
+  with_element(dtype, [&]<class T>(Element<T>) {
+    T* const to = static_cast<T*>(row) + offset;
     if constexpr (sizeof(T) == 2) {
       *reinterpret_cast<uint32_t*>(to) = pack<T>(x.x, x.y);
     } else if constexpr (sizeof(T) == 4) {
@@ -50,15 +51,14 @@ __device__ __forceinline__ void backward_gates(GradShared<K>& shared, const Grad
   float dA_log = 0;
   const auto each = [&](auto gradient) {
     const int64_t stride = p.dg.stride[1];
-    int64_t offset =
-        token_offset(p.dg, work.chunk.batch, work.chunk.begin + first, work.hv) + column;
+    int64_t offset = first * stride + column;
     // Not unrolled further: what all warps execute has to stay in the instruction cache.
 #pragma unroll 2
     for (int t = first; t < first + kTokens && t < work.chunk.rows; ++t, offset += stride) {
       const float2 z = read_gate(shared, p.gate.g.dtype, t, column);
       const GateGradient<float> x = gradient(z.x + bias.x, dg.x);
       const GateGradient<float> y = gradient(z.y + bias.y, dg.y);
-      if (p.dg.data != nullptr) store_pair(p.dg, offset, {x.dz, y.dz});
+      if (p.dg.data != nullptr) store_pair(work.rows[kRowsDg], p.dg.dtype, offset, {x.dz, y.dz});
       dbias = {dbias.x + x.dz, dbias.y + y.dz};
       dA_log += x.dA_log + y.dA_log;
       const float2 step = pair_at(shared.G[t], column);

@@ -21,26 +21,31 @@ template <int K>
 __device__ __forceinline__ void load_key_rows(GradShared<K>& shared, const GradParams& p,
                                               const GradWork& work) {
   using Traits = GradTraits<K>;
-  const auto load = [&]<class T>(T* to, const Tensor& t, uint32_t head) {
+  const auto load = [&]<class T>(T* to, GradRows which, int64_t stride) {
     constexpr int kUnit = 16 / sizeof(T);  // elements
-    const T* const from =
-        static_cast<const T*>(t.data) + token_offset(t, work.chunk.batch, work.chunk.begin, head);
+    constexpr int kRowsAtOnce = Traits::kThreads / (K / kUnit);
+    const int tid = thread_index();
+    const int column = tid % (K / kUnit) * kUnit;
+    int row = tid / (K / kUnit);
+    const T* from = work.at<T>(which) + row * stride + column;
+    uint32_t address = shared_address(to + row * Traits::kStride + column);
 #pragma unroll
-    for (int e = thread_index(); e < kChunk * K / kUnit; e += Traits::kThreads) {
-      const int row = e / (K / kUnit);
-      const int column = e % (K / kUnit) * kUnit;
-      const bool valid = row < work.chunk.rows;
-      copy_async_16_or_zero(shared_address(to + row * Traits::kStride + column),
-                            from + (valid ? row : 0) * t.stride[1] + column, valid);
+    for (int i = 0; i < kChunk / kRowsAtOnce; ++i) {
+      // Nothing is read where the row does not exist.
+      copy_async_16_or_zero(address, row < work.chunk.rows ? from : work.at<T>(which),
+                            row < work.chunk.rows);
+      row += kRowsAtOnce;
+      from += kRowsAtOnce * stride;
+      address += kRowsAtOnce * Traits::kStride * sizeof(T);
     }
   };
-  load(&shared.q[0][0], p.q, work.head);
-  load(&shared.k[0][0], p.k, work.head);
+  load(&shared.q[0][0], kRowsQ, p.q.stride[1]);
+  load(&shared.k[0][0], kRowsK, p.k.stride[1]);
   const int32_t dtype = p.gate.g.dtype;
   if (dtype == kBFloat16 || dtype == kFloat16) {
-    load(reinterpret_cast<Bf16*>(shared.g), p.gate.g, work.hv);  // bits, whichever type
+    load(reinterpret_cast<Bf16*>(shared.g), kRowsG, p.gate.g.stride[1]);  // bits, whichever type
   } else {
-    load(&shared.g[0][0], p.gate.g, work.hv);
+    load(&shared.g[0][0], kRowsG, p.gate.g.stride[1]);
   }
 }
 
@@ -59,22 +64,22 @@ __device__ __forceinline__ void load_value_tiles(GradShared<K>& shared, const Gr
     ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, shared.value.dh, &p.dh_map, at,
                               &shared.states_full);
   }
-  const int unit = tid % 8;
-  const auto load_rows = [&](unsigned char* to, const Tensor& t) {
-    const Bf16* const from = static_cast<const Bf16*>(t.data) +
-                             token_offset(t, work.chunk.batch, work.chunk.begin, work.hv) + v0 +
-                             unit * kUnitElements;
+  const int column = v0 + tid % 8 * kUnitElements;
+  const uint32_t place = unit_offset(tid / 8, tid % 8);
+  const auto load_rows = [&](unsigned char* to, GradRows which, int64_t stride) {
+    const Bf16* const from = work.at<Bf16>(which) + column;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const int row = tid / 8 + i * (kChunk / kRows);
+      constexpr int kRowsAtOnce = kChunk / kRows;
+      const int row = tid / 8 + i * kRowsAtOnce;
       const bool valid = row < work.chunk.rows;
-      copy_async_16_or_zero(shared_address(to) + unit_offset(row, unit),
-                            from + (valid ? row : 0) * t.stride[1], valid);
+      copy_async_16_or_zero(shared_address(to) + place + i * kRowsAtOnce * kPanelRowBytes,
+                            from + (valid ? row : 0) * stride, valid);
     }
   };
-  load_rows(shared.value.do_R, p.grad_o);
-  load_rows(shared.value.do_R + kChunk * kPanelRowBytes, p.R);
-  load_rows(shared.value.v_new, p.v_new);
+  load_rows(shared.value.do_R, kRowsDo, p.grad_o.stride[1]);
+  load_rows(shared.value.do_R + kChunk * kPanelRowBytes, kRowsR, p.R.stride[1]);
+  load_rows(shared.value.v_new, kRowsVNew, p.v_new.stride[1]);
 }
 
 /// 1 / |row| of q and k, 8 lanes a row.
@@ -105,9 +110,7 @@ template <int K>
 __device__ __forceinline__ void load_v(uint4 (&v)[GradTraits<K>::kValueRows], const GradParams& p,
                                        const GradWork& work, int v0) {
   constexpr int kRows = GradTraits<K>::kValueRows;
-  const auto* const from = static_cast<const Bf16*>(p.v.data) +
-                           token_offset(p.v, work.chunk.batch, work.chunk.begin, work.hv) + v0 +
-                           thread_index() % 8 * kUnitElements;
+  const Bf16* const from = work.at<Bf16>(kRowsV) + v0 + thread_index() % 8 * kUnitElements;
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     const int row = thread_index() / 8 + i * (kChunk / kRows);
@@ -120,8 +123,7 @@ __device__ __forceinline__ void load_v(uint4 (&v)[GradTraits<K>::kValueRows], co
 template <int K>
 __device__ __forceinline__ void prefetch_v(const GradParams& p, const GradWork& work) {
   constexpr int kLine = 128 / sizeof(Bf16);
-  const auto* const from = static_cast<const Bf16*>(p.v.data) +
-                           token_offset(p.v, work.chunk.batch, work.chunk.begin, work.hv);
+  const Bf16* const from = work.at<Bf16>(kRowsV);
   const int lines = static_cast<int>(p.heads.V) / kLine;
   for (int e = thread_index(); e < work.chunk.rows * lines; e += GradTraits<K>::kThreads) {
     const Bf16* const line = from + e / lines * p.v.stride[1] + e % lines * kLine;
@@ -283,9 +285,7 @@ __device__ __forceinline__ void finish_values(const GradShared<K>& shared, const
       const float2 x = unpack<Bf16>(pair);
       return pack<Bf16>(factor * x.x, factor * x.y);
     };
-    Bf16* const to = static_cast<Bf16*>(p.dv.data) +
-                     token_offset(p.dv, work.chunk.batch, work.chunk.begin + row, work.hv) + v0 +
-                     unit * kUnitElements;
+    Bf16* const to = work.at<Bf16>(kRowsDv) + row * p.dv.stride[1] + v0 + unit * kUnitElements;
     *reinterpret_cast<uint4*>(to) = uint4{scaled(R.x), scaled(R.y), scaled(R.z), scaled(R.w)};
   }
 }

@@ -67,8 +67,14 @@ struct GradWork {
   uint32_t item;  ///< row and value head
   uint32_t hv;
   uint32_t head;
-  uint32_t tiles;  ///< of h and dh that came before
-  uint32_t after;  ///< where this block's search for the next goes on
+  void* rows[kGradRows];  ///< this chunk's and head's first rows
+  uint32_t tiles;         ///< of h and dh that came before
+  uint32_t after;         ///< where this block's search for the next goes on
+
+  template <class T>
+  __device__ __forceinline__ T* at(GradRows tensor) const {
+    return static_cast<T*>(rows[tensor]);
+  }
 };
 
 template <int K>
