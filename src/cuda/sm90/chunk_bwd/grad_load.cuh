@@ -82,6 +82,25 @@ __device__ __forceinline__ void load_value_tiles(GradShared<K>& shared, const Gr
   load_rows(shared.value.v_new, kRowsVNew, p.v_new.stride[1]);
 }
 
+/// Two diagonals of 8 of d += a b^T over 16 columns: lanes with lane / 8 == lane % 4 hold those of
+/// rows lane / 4 and lane / 4 + 8.
+struct Diagonal {
+  float upper[4] = {};
+  float lower[4] = {};
+
+  /// Fragments of 16 rows; b in the order of ldmatrix for a.
+  __device__ __forceinline__ void add(const uint32_t (&a)[4], const uint32_t (&b)[4]) {
+    const uint32_t first[2] = {b[0], b[2]};
+    const uint32_t second[2] = {b[1], b[3]};
+    mma_bf16(upper, a, first);
+    mma_bf16(lower, a, second);
+  }
+  __device__ __forceinline__ float2 rows(int lane) const {
+    const bool odd = lane / 4 % 2 == 1;
+    return {odd ? upper[1] : upper[0], odd ? lower[3] : lower[2]};
+  }
+};
+
 /// 1 / |row| of q and k, 8 lanes a row.
 template <int K>
 __device__ __forceinline__ void find_norms(GradShared<K>& shared, const GradParams& p) {
@@ -242,28 +261,23 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b, float sum) {
   return sum;
 }
 
-/// rowsum_V(h . dh) of 16 channels of a warp: the diagonal of h dh^T, 8 x 8 blocks of it. Lanes
-/// with lane / 8 == lane % 4 end with those of channels lane / 4 and lane / 4 + 8.
+/// rowsum_V(h . dh) of 16 channels of a warp: the diagonal of h dh^T.
 template <int K>
 __device__ __forceinline__ float2 multiply_states(const GradShared<K>& shared, float2 sum) {
   const int lane = thread_index() % 32;
-  const int first = thread_index() / 32 * 16;
-  const uint32_t h = shared_address(shared.value.h) + unit_offset(first + lane % 16, lane / 16);
-  const uint32_t dh =
-      shared_address(shared.value.dh) + unit_offset(first + lane % 8 + lane / 16 * 8, lane / 8 % 2);
-  float upper[4] = {};
-  float lower[4] = {};
+  const uint32_t place = unit_offset(thread_index() / 32 * 16 + lane % 16, lane / 16);
+  Diagonal products;
 #pragma unroll
   for (int step = 0; step < kGradColumns / 16; ++step) {
-    uint32_t a[4];
-    uint32_t b[4];
-    ldmatrix(a, h ^ (step << 5));
-    ldmatrix(b, dh ^ (step << 5));
-    mma_bf16(upper, a, b);
-    mma_bf16(lower, a, b + 2);
+    uint32_t h[4];
+    uint32_t dh[4];
+    const uint32_t at = place ^ static_cast<uint32_t>(step << 5);
+    ldmatrix(h, shared_address(shared.value.h) + at);
+    ldmatrix(dh, shared_address(shared.value.dh) + at);
+    products.add(h, dh);
   }
-  const bool odd = lane / 4 % 2 == 1;
-  return {sum.x + (odd ? upper[1] : upper[0]), sum.y + (odd ? lower[3] : lower[2])};
+  const float2 rows = products.rows(lane);
+  return {sum.x + rows.x, sum.y + rows.y};
 }
 
 /// dv = beta R (5.11) and rowsum_V(R . v) of one unit of each row of this thread.
