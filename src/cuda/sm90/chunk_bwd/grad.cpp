@@ -28,8 +28,10 @@ Status launch_grad(const GradParams& params, bool, cudaStream_t stream) {
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
   const int64_t blocks = params.most_blocks > 0 ? params.most_blocks : sms * grad.blocks_per_sm;
-  return launch({"sm90_chunk_bwd_grad", std::min(items, blocks), 2 * heads.K, grad.shared_bytes},
-                grad.kernel, launched, stream);
+  void* arguments[] = {&launched};
+  return launch_raw(
+      {"sm90_chunk_bwd_grad", std::min(items, blocks), 2 * heads.K, grad.shared_bytes},
+      reinterpret_cast<const void*>(grad.kernel), arguments, stream);
 }
 
 }  // namespace kda::cuda::sm90
