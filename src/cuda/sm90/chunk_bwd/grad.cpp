@@ -11,7 +11,8 @@ namespace kda::cuda::sm90 {
 
 Status launch_grad(const GradParams& params, bool, cudaStream_t stream) {
   const Heads& heads = params.heads;
-  const GradKernel grad = heads.K == 64 ? grad_bf16_k64() : grad_bf16_k128();
+  const GradKernel grad =
+      heads.K == 64 ? grad_bf16_k64(params.gate.kind) : grad_bf16_k128(params.gate.kind);
   const int64_t items = params.sequences.chunk_rows * heads.HV;
   if (items == 0) return {};
   const GradParams& p = params;

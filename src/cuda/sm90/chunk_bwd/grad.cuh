@@ -28,7 +28,7 @@
 
 namespace kda::cuda::sm90 {
 
-template <int K>
+template <int K, int GATE>
 struct GradBlock {
   using Traits = GradTraits<K>;
 
@@ -132,7 +132,7 @@ struct GradBlock {
     constexpr int kTokens = Traits::kTokens;
     const ColumnPair<K> at;
     float2 G[kTokens];
-    sum_decays(shared, p, G, at.segment * kTokens, at.column, work.chunk.rows);
+    sum_decays<K, GATE>(shared, p, G, at.segment * kTokens, at.column, work.chunk.rows);
     put_pair(&shared.totals[at.segment][at.column], G[kTokens - 1]);
     find_norms(shared, p);
     __syncthreads();
@@ -194,7 +194,8 @@ struct GradBlock {
     commit_copies();
     if (next.chunk.rows > 0) prefetch_v<K>(p, next);
     const GradScalars scalars = load_scalars(p, next);
-    GradFinish<K>(shared, p, work, warp, thread_index() % 32).store_all(sums.S, sums.dkx, W);
+    GradFinish<K>(shared, p, work, warp, thread_index() % 32)
+        .template store_all<GATE>(sums.S, sums.dkx, W);
     if (next.chunk.rows == 0) return;
     __syncthreads();
     load_key_rows(shared, p, next);
@@ -236,7 +237,7 @@ __device__ __forceinline__ void find_grad_work(const GradLaunchParams& p, uint32
   work.after = item + gridDim.x;
 }
 
-template <int K>
+template <int K, int GATE>
 __global__ void __launch_bounds__(GradTraits<K>::kThreads, GradTraits<K>::kBlocksPerSm)
     sm90_chunk_bwd_grad(const __grid_constant__ GradLaunchParams p) {
   extern __shared__ __align__(1024) unsigned char dynamic[];
@@ -266,7 +267,7 @@ __global__ void __launch_bounds__(GradTraits<K>::kThreads, GradTraits<K>::kBlock
         next.tiles = work.tiles + static_cast<uint32_t>(p.heads.V) / kGradColumns;
       }
     }
-    GradBlock<K>{shared, p, work, tid, warp, tid % 32}.run(next);
+    GradBlock<K, GATE>{shared, p, work, tid, warp, tid % 32}.run(next);
     if (next.chunk.rows == 0) return;
   }
 }

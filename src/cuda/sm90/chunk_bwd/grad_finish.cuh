@@ -302,6 +302,7 @@ struct GradFinish {
   }
 
   /// What combine_all left, once every warp has.
+  template <int GATE>
   __device__ __forceinline__ void store_all(float (&S)[32], const float (&dkx)[16],
                                             const float (&W)[16]) const {
     finish_sums();
@@ -318,12 +319,13 @@ struct GradFinish {
       store_fp32(kRowsDq, p.dq, S);
       store_fp32(kRowsDk, p.dk, S + 16);
     }
-    if (gates) backward_gates(shared, p, work);
+    if (gates) backward_gates<K, GATE>(shared, p, work.chunk.rows);
     __syncthreads();
     if (staged) {
       store_staged(kRowsDq, p.dq, 0);
       store_staged(kRowsDk, p.dk, 1);
     }
+    if (p.dg.data != nullptr) store_dg(shared, p, work);
     if (gates) store_partial(shared, p, work);
   }
 };

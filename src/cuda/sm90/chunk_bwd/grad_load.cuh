@@ -191,43 +191,63 @@ __device__ __forceinline__ void put_scalars(GradShared<K>& shared, const GradPar
   shared.beta_slope[tid] = slope;
 }
 
-/// A raw gate, column pair.
-template <int K>
-__device__ __forceinline__ float2 read_gate(const GradShared<K>& shared, int32_t dtype, int token,
-                                            int column) {
-  const int at = token * GradTraits<K>::kStride;
-  if (dtype == kBFloat16) return pair_at(reinterpret_cast<const Bf16*>(shared.g) + at, column);
-  if (dtype == kFloat16) return pair_at(reinterpret_cast<const __half*>(shared.g) + at, column);
-  return pair_at(&shared.g[0][0] + at, column);
+/// g itself, clamped.
+struct GivenGate {
+  __device__ __forceinline__ float operator()(const FastGate&, float g) const {
+    return fast_no_gate(g);
+  }
+  static __device__ __forceinline__ GateGradient<float> gradient(const FastGate&, float g,
+                                                                 float dg) {
+    return fast_no_gate_gradient(g, dg);
+  }
+};
+
+/// Calls f with the functions of a gate: GATE is a value of GateParams::kind.
+template <int GATE, class F>
+__device__ __forceinline__ void with_gate_of(const FastGate& gate, F f) {
+  if constexpr (GATE == kGateNone) {
+    f(GivenGate{});
+  } else if constexpr (GATE == kGateSoftplus) {
+    gate.far ? f(FarSoftplusGate{}) : f(FastSoftplusGate{});
+  } else {
+    gate.far ? f(FarBoundedGate{}) : f(FastBoundedGate{});
+  }
+}
+
+/// Calls f with the rows of raw gates, kStride elements apart.
+template <int K, class F>
+__device__ __forceinline__ void with_raw_gates(const GradShared<K>& shared, int32_t dtype, F f) {
+  if (dtype == kBFloat16) {
+    f(reinterpret_cast<const Bf16*>(shared.g));
+  } else if (dtype == kFloat16) {
+    f(reinterpret_cast<const __half*>(shared.g));
+  } else {
+    f(&shared.g[0][0]);
+  }
 }
 
 /// Running sums of the log2 decays of this thread's tokens of a column pair.
-template <int K>
+template <int K, int GATE>
 __device__ __forceinline__ void sum_decays(const GradShared<K>& shared, const GradParams& p,
                                            float2 (&G)[GradTraits<K>::kTokens], int first,
                                            int column, int rows) {
   constexpr int kTokens = GradTraits<K>::kTokens;
+  with_raw_gates(shared, p.gate.g.dtype, [&](const auto* gates) {
 #pragma unroll
-  for (int t = 0; t < kTokens; ++t) {
-    G[t] = read_gate(shared, p.gate.g.dtype, first + t, column);
-  }
-  const auto sum = [&](auto decay) {
+    for (int t = 0; t < kTokens; ++t) {
+      G[t] = pair_at(gates + (first + t) * GradTraits<K>::kStride, column);
+    }
+  });
+  const FastGate gate = shared.gate;
+  const float2 bias = pair_at(shared.bias, column);
+  with_gate_of<GATE>(gate, [&](auto kind) {
     float2 running{0, 0};
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
-      const float2 d = decay(G[t]);
+      const float2 d{kind(gate, G[t].x + bias.x), kind(gate, G[t].y + bias.y)};
       if (first + t < rows) running = {running.x + d.x, running.y + d.y};
       G[t] = running;
     }
-  };
-  if (p.gate.kind == kGateNone) {
-    sum([](float2 g) -> float2 { return {fast_no_gate(g.x), fast_no_gate(g.y)}; });
-    return;
-  }
-  const FastGate gate = shared.gate;
-  const float2 bias = pair_at(shared.bias, column);
-  with_gate(p.gate, gate, [&](auto kind) {
-    sum([&](float2 z) -> float2 { return {kind(gate, z.x + bias.x), kind(gate, z.y + bias.y)}; });
   });
 }
 
