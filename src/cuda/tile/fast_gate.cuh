@@ -103,7 +103,7 @@ __device__ __forceinline__ float2 both_sigmoids(float x) {
 struct FastSoftplusGate {
   static __device__ __forceinline__ float decay(const FastGate& gate, float z) {
     const float positive = z < 0 ? 0 : z;  // fmaxf would drop a NaN
-    return -gate.slope * fmaf(positive, kLog2E, log2_1p(exp2_of(-fabsf(z) * kLog2E)));
+    return -gate.slope * fmaf(positive, kLog2E, log2_1p(exp2_of(-fabsf(z * kLog2E))));
   }
   __device__ __forceinline__ float operator()(const FastGate& gate, float z) const {
     return clamp_log2(decay(gate, z));
@@ -133,11 +133,13 @@ struct FarSoftplusGate {
   }
 };
 
-/// (3.9), (3.10). Where dz is 0, z may be infinite.
+/// (3.9), (3.10) behind a decay, s = both_sigmoids(slope z). Where dz is 0, z may be infinite.
 __device__ __forceinline__ GateGradient<float> bounded_gradient(const FastGate& gate, float z,
-                                                                float g, float dg) {
-  const float dz = gate.slope * kLn2 * (g * both_sigmoids(gate.slope * z).y) * dg;
-  return {dz, dz == 0 ? 0 : dz * z};
+                                                                float decay, float2 s, float dg) {
+  return gradient_unless_clamped(decay, dg, [&](float g) -> GateGradient<float> {
+    const float dz = gate.slope * kLn2 * (g * s.y) * dg;
+    return {dz, dz == 0 ? 0 : dz * z};
+  });
 }
 
 struct FastBoundedGate {
@@ -147,10 +149,11 @@ struct FastBoundedGate {
   __device__ __forceinline__ float operator()(const FastGate& gate, float z) const {
     return clamp_log2(decay(gate, z));
   }
+  /// Its sigmoid serves both.
   static __device__ __forceinline__ GateGradient<float> gradient(const FastGate& gate, float z,
                                                                  float dg) {
-    return gradient_unless_clamped(decay(gate, z), dg,
-                                   [&](float g) { return bounded_gradient(gate, z, g, dg); });
+    const float2 s = both_sigmoids(gate.slope * z);
+    return bounded_gradient(gate, z, -kLog2E * gate.scale * s.x, s, dg);
   }
 };
 
@@ -165,8 +168,7 @@ struct FarBoundedGate {
   }
   static __device__ __forceinline__ GateGradient<float> gradient(const FastGate& gate, float z,
                                                                  float dg) {
-    return gradient_unless_clamped(decay(gate, z), dg,
-                                   [&](float g) { return bounded_gradient(gate, z, g, dg); });
+    return bounded_gradient(gate, z, decay(gate, z), both_sigmoids(gate.slope * z), dg);
   }
 };
 
