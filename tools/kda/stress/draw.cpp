@@ -295,12 +295,16 @@ class Drawer {
     if (chance(12)) choose_repeats();
   }
 
-  /// One dimension of some inputs, but of no state that a run writes.
+  /// One dimension of some inputs, but of no state that a run writes and of nothing that a forward
+  /// made.
   void choose_repeats() {
     for (const TensorSpec& tensor : tensors_of(operation_)) {
       const bool floats = tensor.dtypes != DTypeRule::kIndex && tensor.dtypes != DTypeRule::kInt32;
       if (tensor.role == Role::kOutput || !draw_.problem.has(tensor.id) || !floats) continue;
       if (tensor.id == kInitialState && draw_.state_in_place) continue;
+      if (!is_stage(operation_) && (tensor.id == kH || tensor.id == kAqk || tensor.id == kA)) {
+        continue;
+      }
       const auto rank = static_cast<int64_t>(draw_.problem.canonical_layout(tensor.id).rank);
       const auto dimension = static_cast<std::size_t>(below(rank));
       if (chance(40)) draw_.repeated.emplace_back(tensor.id, dimension);

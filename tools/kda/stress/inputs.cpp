@@ -129,6 +129,15 @@ void repeat(HostTensor& tensor, const TensorLayout& layout, std::size_t dimensio
   }
 }
 
+void repeat_all(const Draw& draw, TensorMap& tensors) {
+  for (const auto& [id, dimension] : draw.repeated) {
+    const auto found = tensors.find(id);
+    if (found != tensors.end()) {
+      repeat(found->second, draw.problem.canonical_layout(id), dimension);
+    }
+  }
+}
+
 }  // namespace
 
 Result<Case> inputs_of(const Draw& draw, uint64_t variant) {
@@ -137,12 +146,16 @@ Result<Case> inputs_of(const Draw& draw, uint64_t variant) {
   const Problem& problem = draw.problem;
   TensorMap tensors = std::move(c.inputs);
   c.inputs.clear();
-  // Saved tensors have to be those of the inputs as rounded; the inputs of a stage need not.
-  for (auto& [id, tensor] : tensors) {
-    if (problem.operation != Operation::kChunkBackward || !problem.has(id)) continue;
-    tensor = cases::converted(tensor, problem[id].dtype);
+  // Saved tensors have to be those of the inputs as rounded and repeated; the inputs of a stage
+  // need not.
+  if (problem.operation == Operation::kChunkBackward) {
+    for (auto& [id, tensor] : tensors) {
+      if (problem.has(id)) tensor = cases::converted(tensor, problem[id].dtype);
+    }
+    repeat_all(draw, tensors);
   }
   if (Status status = add_made_inputs(c, problem, tensors); !status.ok()) return status;
+  repeat_all(draw, tensors);
   if (problem.has(kCuSeqlens)) c.inputs[kCuSeqlens] = tensors.at(kCuSeqlens);
   for (const TensorSpec& tensor : tensors_of(problem.operation)) {
     if (tensor.role != Role::kInput || !problem.has(tensor.id)) continue;
@@ -152,12 +165,10 @@ Result<Case> inputs_of(const Draw& draw, uint64_t variant) {
       c.inputs[kNumAccepted] = counts_of(c, spec.seed);
     } else if (tensor.id == kInitialState && problem.has(kStateIndices)) {
       c.inputs[kInitialState] = pool_of(problem, spec.seed);
+      repeat_all(draw, c.inputs);
     } else if (tensor.id != kCuSeqlens) {
       c.inputs[tensor.id] = cases::converted(tensors.at(tensor.id), problem[tensor.id].dtype);
     }
-  }
-  for (const auto& [id, dimension] : draw.repeated) {
-    repeat(c.inputs.at(id), problem.canonical_layout(id), dimension);
   }
   return c;
 }
