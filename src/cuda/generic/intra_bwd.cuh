@@ -11,6 +11,7 @@
 #include "cuda/tile/gate.cuh"
 
 namespace kda::cuda {
+
 inline constexpr int kChannels = 32;
 inline constexpr int kChannelStride = kChannels + 1;
 inline constexpr int kRowWarps = kThreads / 32;
@@ -19,6 +20,7 @@ inline constexpr int kOwn = kTileRows / kRowWarps;  // rows of a thread
 template <class Real>
 inline constexpr int kUnroll = sizeof(Real) == 4 ? 2 : 1;
 inline constexpr int kTriangle = kTileRows * (kTileRows + 1) / 2;
+
 __device__ constexpr int triangle(int i, int j) { return i * (i + 1) / 2 + j; }
 
 __device__ __forceinline__ int own_row(int r) {
