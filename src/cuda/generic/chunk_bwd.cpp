@@ -96,21 +96,15 @@ void chunk_bwd(Pipeline& run) {
   const Tensor& dq = f.qg;
   const Tensor& dk = f.kg;
   const Tensor& dg = f.w;
-  WyIntraBackwardParams params = backward_inputs(run, x);
-  params.A = f.A;
-  params.v_new = f.v_new;
-  params.dv_new = dv_new;
-  params.h = f.h;
-  params.dh = dh;
-  params.R = R;
-  params.dP = dP;
-  params.dL = dL;
-  params.dq = params.dq_partial = dq;
-  params.dk = params.dk_partial = dk;
-  params.dg = params.dg_partial = dg;
-  params.dbeta_partial = dbeta;
-  params.dbeta = problem.beta_sigmoid ? dbeta : run[kDbeta];
-  run(launch_wy_intra_bwd, params);
+  run(launch_wy_bwd,
+      WyBackwardParams{run[kQ], run[kK], run[kV], x.rq,        x.rk,     x.beta,
+                       x.gamma, f.A,     f.v_new, dv_new,      run[kDo], f.h,
+                       dh,      R,       dq,      dk,          run[kDv], dg,
+                       dbeta,   dP,      dL,      run.scale(), heads,    run.sequences()});
+  run(launch_intra_bwd,
+      IntraBackwardParams{run[kQ], run[kK], x.rq, x.rk, x.beta, x.gamma, dP, dL, dq, dk, dg, dbeta,
+                          dq, dk, dg, problem.beta_sigmoid ? dbeta : run[kDbeta], heads,
+                          run.sequences()});
   activations_backward(run, dg, dbeta,
                        run.group_sums({{{kDq, dq, run[kQ], x.rq}, {kDk, dk, run[kK], x.rk}}}));
   run.finish();

@@ -173,21 +173,4 @@ IntraWuParams intra_wu_inputs(const Pipeline& run, const Activations& x) {
   return params;
 }
 
-WyIntraBackwardParams backward_inputs(const Pipeline& run, const Activations& x) {
-  WyIntraBackwardParams params;
-  params.q = run[TensorId::kQ];
-  params.k = run[TensorId::kK];
-  params.v = run[TensorId::kV];
-  params.rq = x.rq;
-  params.rk = x.rk;
-  params.beta = x.beta;
-  params.gamma = x.gamma;
-  params.grad_o = run[TensorId::kDo];
-  params.dv = run[TensorId::kDv];
-  params.scale = run.scale();
-  params.heads = run.heads();
-  params.sequences = run.sequences();
-  return params;
-}
-
 }  // namespace kda::cuda

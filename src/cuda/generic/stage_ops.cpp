@@ -72,21 +72,30 @@ void stage_reverse_scan(Pipeline& run) {
 void stage_wy_bwd(Pipeline& run) {
   const Sizes& sizes = run.problem().sizes;
   const Tensor R = run.tokens(sizes.HV, sizes.V);
-  WyIntraBackwardParams params = backward_inputs(run, {{}, {}, run[kBeta], run[kGamma]});
-  params.intra = false;
-  params.A = run[kA];
-  params.v_new = run[kVNew];
-  params.dv_new = run[kDvNew];
-  params.h = run[kH];
-  params.dh = run[kDh];
-  params.R = R;
-  params.dP = run[kDP];
-  params.dL = run[kDL];
-  params.dq_partial = run[kDqPartial];
-  params.dk_partial = run[kDkPartial];
-  params.dg_partial = run[kDgPartial];
-  params.dbeta_partial = run[kDbetaPartial];
-  run(launch_wy_intra_bwd, params);
+  run(launch_wy_bwd, WyBackwardParams{run[kQ],
+                                      run[kK],
+                                      run[kV],
+                                      {},
+                                      {},
+                                      run[kBeta],
+                                      run[kGamma],
+                                      run[kA],
+                                      run[kVNew],
+                                      run[kDvNew],
+                                      run[kDo],
+                                      run[kH],
+                                      run[kDh],
+                                      R,
+                                      run[kDqPartial],
+                                      run[kDkPartial],
+                                      run[kDv],
+                                      run[kDgPartial],
+                                      run[kDbetaPartial],
+                                      run[kDP],
+                                      run[kDL],
+                                      run.scale(),
+                                      run.heads(),
+                                      run.sequences()});
   run.finish();
 }
 
@@ -98,19 +107,24 @@ void stage_intra_bwd(Pipeline& run) {
   };
   const Tensor dq = per_value_head(kDq);
   const Tensor dk = per_value_head(kDk);
-  WyIntraBackwardParams params = backward_inputs(run, {{}, {}, run[kBeta], run[kGamma]});
-  params.wy = false;
-  params.dP = run[kDP];
-  params.dL = run[kDL];
-  params.dq_partial = run[kDqPartial];
-  params.dk_partial = run[kDkPartial];
-  params.dg_partial = run[kDgPartial];
-  params.dbeta_partial = run[kDbetaPartial];
-  params.dq = dq;
-  params.dk = dk;
-  params.dg = run[kDg];
-  params.dbeta = run[kDbeta];
-  run(launch_wy_intra_bwd, params);
+  run(launch_intra_bwd, IntraBackwardParams{run[kQ],
+                                            run[kK],
+                                            {},
+                                            {},
+                                            run[kBeta],
+                                            run[kGamma],
+                                            run[kDP],
+                                            run[kDL],
+                                            run[kDqPartial],
+                                            run[kDkPartial],
+                                            run[kDgPartial],
+                                            run[kDbetaPartial],
+                                            dq,
+                                            dk,
+                                            run[kDg],
+                                            run[kDbeta],
+                                            run.heads(),
+                                            run.sequences()});
   if (grouped) {
     ActivateBackwardParams sums;
     sums.groups = run.group_sums({{{kDq, dq, {}, {}}, {kDk, dk, {}, {}}}});

@@ -93,22 +93,26 @@ struct ReverseScanParams {
 Status launch_reverse_scan(const ReverseScanParams& params, bool fp64, cudaStream_t stream);
 
 /// The WY backward: R = A^T dv_new (5.10), dv (5.11), dP (5.2), dL (5.28); Y = -R h^T (5.29),
-/// (5.7), (5.8), (5.13), dbeta with (5.12), and the sums over rows of (5.33): the partial
-/// gradients. Then the gradients through the scores, (5.19)-(5.25), (5.32), added to them; dq and
-/// dk per value head. R may be dv_new, and a gradient its partial one.
-struct WyIntraBackwardParams {
-  bool wy = true;     ///< false: dP, dL are given, and partial gradients, absent ones being 0
-  bool intra = true;  ///< false: only the partial gradients
-  Tensor q, k, v, rq, rk, beta, gamma;
-  Tensor A, v_new, dv_new, grad_o, h, dh;
-  Tensor R, dv, dP, dL;
-  Tensor dq_partial, dk_partial, dg_partial, dbeta_partial;
-  Tensor dq, dk, dg, dbeta;
+/// (5.7), (5.8), (5.13), dbeta with (5.12), and the sums over rows of (5.33). R may be dv_new.
+struct WyBackwardParams {
+  Tensor q, k, v, rq, rk, beta, gamma, A, v_new, dv_new, grad_o, h, dh;
+  Tensor R;
+  Tensor dq, dk, dv, dg, dbeta, dP, dL;
   double scale = 1;
   Heads heads;
   Sequences sequences;
 };
-Status launch_wy_intra_bwd(const WyIntraBackwardParams& params, bool fp64, cudaStream_t stream);
+Status launch_wy_bwd(const WyBackwardParams& params, bool fp64, cudaStream_t stream);
+
+/// (5.19)-(5.25), (5.32), added to the partials; dq and dk per value head.
+struct IntraBackwardParams {
+  Tensor q, k, rq, rk, beta, gamma, dP, dL;
+  Tensor dq_partial, dk_partial, dg_partial, dbeta_partial;  ///< absent: 0
+  Tensor dq, dk, dg, dbeta;
+  Heads heads;
+  Sequences sequences;
+};
+Status launch_intra_bwd(const IntraBackwardParams& params, bool fp64, cudaStream_t stream);
 
 /// Sums over the value heads of a group in order, then (3.3) where x and r are given.
 struct GroupSums {

@@ -39,7 +39,7 @@ struct StateProducts {
   Tile<Real> R_h, do_h, v_dh;
   Real h_dh = 0;
 
-  __device__ void add(const WyIntraBackwardParams& p, const WyKeyShared<Real>& shared,
+  __device__ void add(const WyBackwardParams& p, const WyKeyShared<Real>& shared,
                       const Chunk& chunk, int64_t row, int64_t hv, int32_t k0, int64_t v0) {
     const int64_t V = p.heads.V;
     Real* const at = shared.panels;
@@ -92,7 +92,7 @@ __device__ void sum_over_rows(Real* suffix, Real* prefix) {
 
 /// Gates, partial gradients and the sums of (5.33) for channels k0...
 template <class Real>
-__device__ void finish_columns(const WyIntraBackwardParams& p, const WyKeyShared<Real>& shared,
+__device__ void finish_columns(const WyBackwardParams& p, const WyKeyShared<Real>& shared,
                                const Chunk& chunk, int64_t hv, int32_t k0,
                                StateProducts<Real>& products, Real (&dbeta)[4]) {
   const int64_t h = hv / p.heads.group;
@@ -119,9 +119,9 @@ __device__ void finish_columns(const WyIntraBackwardParams& p, const WyKeyShared
       products.do_h.x[m][n] *= static_cast<Real>(p.scale) * e;
     }
   }
-  save_tokens(products.do_h, p.dq_partial, chunk, hv, k0, p.heads.K);
-  save_tokens(products.v_dh, p.dk_partial, chunk, hv, k0, p.heads.K);
-  if (!p.dg_partial.data) return;
+  save_tokens(products.do_h, p.dq, chunk, hv, k0, p.heads.K);
+  save_tokens(products.v_dh, p.dk, chunk, hv, k0, p.heads.K);
+  if (!p.dg.data) return;
   fetch_tokens(x, p.q, chunk, h, k0, p.heads.K);
   row_term.map([&](int i, int c, Real value) {
     return value + shared.factors.rq[i] * x.at(i, c) * products.do_h.at(i, c);
@@ -141,12 +141,12 @@ __device__ void finish_columns(const WyIntraBackwardParams& p, const WyKeyShared
     return suffix[i * kSumStride + c] + prefix[i * kSumStride + c] +
            exp2_of(shared.last[k0 + c]) * state_term;
   });
-  save_tokens(row_term, p.dg_partial, chunk, hv, k0, p.heads.K);
+  save_tokens(row_term, p.dg, chunk, hv, k0, p.heads.K);
 }
 
 /// `dbeta` receives the thread's part of rowsum_K(Y . ke).
 template <class Real>
-__device__ void key_half(const WyIntraBackwardParams& p, const WyKeyShared<Real>& shared,
+__device__ void key_half(const WyBackwardParams& p, const WyKeyShared<Real>& shared,
                          const Chunk& chunk, int64_t row, int64_t hv, Real (&dbeta)[4]) {
   for (int k0 = 0; k0 < p.heads.K; k0 += kTileRows) {
     StateProducts<Real> products;

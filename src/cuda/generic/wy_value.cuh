@@ -30,7 +30,7 @@ struct WyValueShared {
 
 /// R, dv and the row sums of R . v for columns v0.., R^T into shared memory.
 template <class Real>
-__device__ void solve_columns(const WyIntraBackwardParams& p, const WyValueShared<Real>& shared,
+__device__ void solve_columns(const WyBackwardParams& p, const WyValueShared<Real>& shared,
                               const Chunk& chunk, int64_t hv, int64_t v0, Real (&dbeta)[4]) {
   Panel<Real, kValueColumns, kTileRows, false> dv_new;
   Panel<Real, kTileRows, kValueColumns, true> grad_o, v_new;
@@ -52,7 +52,7 @@ __device__ void solve_columns(const WyIntraBackwardParams& p, const WyValueShare
   R.put_cols(shared.R, kPanelStride);
   save_tokens(R, p.R, chunk, hv, v0, p.heads.V);
   Accumulator<Real, 4, 2> v;
-  if (p.dbeta_partial.data) fetch_tokens(v, p.v, chunk, hv, v0, p.heads.V);
+  if (p.dbeta.data) fetch_tokens(v, p.v, chunk, hv, v0, p.heads.V);
 #pragma unroll
   for (int m = 0; m < 4; ++m) {
 #pragma unroll
@@ -65,7 +65,7 @@ __device__ void solve_columns(const WyIntraBackwardParams& p, const WyValueShare
 
 /// `dbeta` receives the thread's part of rowsum_V(R . v).
 template <class Real>
-__device__ void value_half(const WyIntraBackwardParams& p, const WyValueShared<Real>& shared,
+__device__ void value_half(const WyBackwardParams& p, const WyValueShared<Real>& shared,
                            const Chunk& chunk, int64_t hv, Real (&dbeta)[4]) {
   Panel<Real, kTileRows, kTileRows, false> A;
   load_tokens(A, p.A, chunk, hv, 0, p.sequences.C);

@@ -1,48 +1,45 @@
-// Gradients through the scores of a chunk and value head: (5.19)-(5.25) with the diagonal of dP
-// kept out of dg (5.32), (5.33).
+// Gradients through the scores, one block a chunk and value head: (5.19)-(5.25) with the diagonal
+// of dP kept out of dg (5.32), (5.33).
 //
 // A lane is a key channel, 32 at a time; warp w holds rows w, w + 8, ... Every pair i > j is
 // evaluated exactly, once for its row and once for its column: 2 x 2016 x 128 exponentials a block
 // at C = 64, K = 128, 1.7 ms of the special-function units at 786 k token-heads.
-#pragma once
-
+//
+// Shared memory, in elements: q, k, Gamma [64][33] each (Gamma's later the terms summed over rows),
+// pairs (dP, dL) of the lower triangle [2080][2], beta [64]. 84 KB in fp64.
+#include "cuda/generic/chunk_launch.h"
 #include "cuda/generic/stages.h"
 #include "cuda/tile/chunk_tile.cuh"
 #include "cuda/tile/gate.cuh"
 
 namespace kda::cuda {
+namespace {
 
-inline constexpr int kChannels = 32;
-inline constexpr int kChannelStride = kChannels + 1;
-inline constexpr int kRowWarps = kThreads / 32;
-inline constexpr int kOwn = kTileRows / kRowWarps;  // rows of a thread
+constexpr int kChannels = 32;
+constexpr int kStride = kChannels + 1;
+constexpr int kWarps = kThreads / 32;
+constexpr int kOwn = kTileRows / kWarps;  // rows of a thread
 /// fp64 only compiles longer for it.
 template <class Real>
-inline constexpr int kUnroll = sizeof(Real) == 4 ? 2 : 1;
-inline constexpr int kTriangle = kTileRows * (kTileRows + 1) / 2;
+constexpr int kUnroll = sizeof(Real) == 4 ? 2 : 1;
+constexpr int kTriangle = kTileRows * (kTileRows + 1) / 2;
+constexpr int kSharedElements = 3 * kTileRows * kStride + 2 * kTriangle + kTileRows;
 
 __device__ constexpr int triangle(int i, int j) { return i * (i + 1) / 2 + j; }
 
-__device__ __forceinline__ int own_row(int r) {
-  return static_cast<int>(threadIdx.x) / 32 + kRowWarps * r;
-}
-__device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
+__device__ int own_row(int r) { return static_cast<int>(threadIdx.x) / 32 + kWarps * r; }
+__device__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
 
-/// q, k, Gamma [64][33] each (Gamma's later the terms summed over rows), pairs (dP, dL) of the
-/// lower triangle [2080][2].
 template <class Real>
 struct IntraShared {
-  static constexpr int kElements = 3 * kTileRows * kChannelStride + 2 * kTriangle;
+  Real *pairs, *q, *k, *gamma, *beta;
 
-  Real *pairs, *q, *k, *gamma;
-  const Real* beta;
-
-  __device__ IntraShared(Real* base, const Real* beta_of_rows)
+  __device__ explicit IntraShared(Real* base)
       : pairs(base),
         q(pairs + 2 * kTriangle),
-        k(q + kTileRows * kChannelStride),
-        gamma(k + kTileRows * kChannelStride),
-        beta(beta_of_rows) {}
+        k(q + kTileRows * kStride),
+        gamma(k + kTileRows * kStride),
+        beta(gamma + kTileRows * kStride) {}
 
   __device__ void pair(int i, int j, Real& dP, Real& dL) const {
     Real both[2];
@@ -90,7 +87,7 @@ __device__ void save_rows(const Rows<Real>& x, const Tensor& t, const Chunk& chu
 template <class Real>
 __device__ void put_rows(const Rows<Real>& x, Real* shared) {
 #pragma unroll
-  for (int r = 0; r < kOwn; ++r) shared[own_row(r) * kChannelStride + lane()] = x[r];
+  for (int r = 0; r < kOwn; ++r) shared[own_row(r) * kStride + lane()] = x[r];
 }
 
 /// Row roles (5.19), (5.20): sums over j < i of dP k E and dL k E. Row r of a thread lies in block
@@ -101,11 +98,11 @@ __device__ __forceinline__ void add_row_roles(Rows<Real>& dq, Rows<Real>& z,
                                               const IntraShared<Real>& shared, int32_t rows) {
 #pragma unroll
   for (int block = 0; block < kOwn; ++block) {
-    if (block * kRowWarps >= rows) break;
+    if (block * kWarps >= rows) break;
 #pragma unroll kUnroll < Real>
-    for (int j = block * kRowWarps; j < (block + 1) * kRowWarps; ++j) {
-      const Real k = shared.k[j * kChannelStride + lane()];
-      const Real gj = shared.gamma[j * kChannelStride + lane()];
+    for (int j = block * kWarps; j < (block + 1) * kWarps; ++j) {
+      const Real k = shared.k[j * kStride + lane()];
+      const Real gj = shared.gamma[j * kStride + lane()];
 #pragma unroll
       for (int r = block; r < kOwn; ++r) {
         const int i = own_row(r);
@@ -126,12 +123,12 @@ __device__ __forceinline__ void add_column_role(Rows<Real>& dk, const Rows<Real>
                                                 const IntraShared<Real>& shared, int32_t rows) {
 #pragma unroll
   for (int block = 0; block < kOwn; ++block) {
-    if (block * kRowWarps >= rows) break;
+    if (block * kWarps >= rows) break;
 #pragma unroll kUnroll < Real>
-    for (int i = block * kRowWarps; i < (block + 1) * kRowWarps; ++i) {
-      const Real q = shared.q[i * kChannelStride + lane()];
-      const Real bk = shared.beta[i] * shared.k[i * kChannelStride + lane()];
-      const Real gi = shared.gamma[i * kChannelStride + lane()];
+    for (int i = block * kWarps; i < (block + 1) * kWarps; ++i) {
+      const Real q = shared.q[i * kStride + lane()];
+      const Real bk = shared.beta[i] * shared.k[i * kStride + lane()];
+      const Real gi = shared.gamma[i * kStride + lane()];
 #pragma unroll
       for (int r = 0; r <= block; ++r) {
         const int j = own_row(r);
@@ -154,13 +151,13 @@ __device__ void suffix_sum(Rows<Real>& x, Real* shared) {
     Real sum = 0;
 #pragma unroll 8
     for (int i = kTileRows - 1; i >= 0; --i) {
-      sum += shared[i * kChannelStride + lane()];
-      shared[i * kChannelStride + lane()] = sum;
+      sum += shared[i * kStride + lane()];
+      shared[i * kStride + lane()] = sum;
     }
   }
   __syncthreads();
 #pragma unroll
-  for (int r = 0; r < kOwn; ++r) x[r] = shared[own_row(r) * kChannelStride + lane()];
+  for (int r = 0; r < kOwn; ++r) x[r] = shared[own_row(r) * kStride + lane()];
 }
 
 /// 1 / |x| of a thread's rows, 1 where q and k come normalised.
@@ -176,7 +173,7 @@ __device__ void load_factors(Rows<Real>& x, const Tensor& r, const Chunk& chunk,
 }
 
 template <class Real>
-__device__ void channels(const WyIntraBackwardParams& p, const IntraShared<Real>& shared,
+__device__ void channels(const IntraBackwardParams& p, const IntraShared<Real>& shared,
                          const Chunk& chunk, int64_t hv, int32_t k0, const Rows<Real>& rq,
                          const Rows<Real>& rk, Rows<Real>& dbeta) {
   const int32_t K = p.heads.K;
@@ -227,7 +224,7 @@ __device__ void channels(const WyIntraBackwardParams& p, const IntraShared<Real>
 
 /// (dP, dL) of the valid lower triangle, 0 elsewhere.
 template <class Real>
-__device__ void load_pairs(const WyIntraBackwardParams& p, const IntraShared<Real>& shared,
+__device__ void load_pairs(const IntraBackwardParams& p, const IntraShared<Real>& shared,
                            const Chunk& chunk, int64_t hv) {
   const int64_t dP = token_offset(p.dP, chunk.batch, chunk.begin, hv);
   const int64_t dL = token_offset(p.dL, chunk.batch, chunk.begin, hv);
@@ -244,32 +241,48 @@ __device__ void load_pairs(const WyIntraBackwardParams& p, const IntraShared<Rea
   }
 }
 
-/// All of it, with the partial gradients of the WY half in memory.
 template <class Real>
-__device__ void scores_half(const WyIntraBackwardParams& p, const IntraShared<Real>& shared,
-                            const Chunk& chunk, int64_t hv) {
-  load_pairs(p, shared, chunk, hv);
-  Rows<Real> rq, rk;
-  load_factors(rq, p.rq, chunk, hv / p.heads.group);
-  load_factors(rk, p.rk, chunk, hv / p.heads.group);
-  Rows<Real> dbeta = {};
-  for (int k0 = 0; k0 < p.heads.K; k0 += kChannels) {
-    channels(p, shared, chunk, hv, k0, rq, rk, dbeta);
-  }
-  if (!p.dbeta.data) return;
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm<Real>)
+    intra_bwd(const __grid_constant__ IntraBackwardParams p) {
+  const IntraShared<Real> shared(shared_memory<Real>());
+  const int64_t tiles = p.sequences.chunk_rows * p.heads.HV;
+  const int64_t G = p.heads.group;
+  for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
+    const int64_t hv = index % p.heads.HV;
+    const Chunk chunk = chunk_of(p.sequences, index / p.heads.HV);
+    if (chunk.rows == 0) continue;
+    __syncthreads();
+    load_pairs(p, shared, chunk, hv);
+    load_scalars(shared.beta, p.beta, chunk, hv, Real(0));
+    Rows<Real> rq, rk;
+    load_factors(rq, p.rq, chunk, hv / G);
+    load_factors(rk, p.rk, chunk, hv / G);
+    Rows<Real> dbeta = {};
+    for (int k0 = 0; k0 < p.heads.K; k0 += kChannels) {
+      channels(p, shared, chunk, hv, k0, rq, rk, dbeta);
+    }
+    if (!p.dbeta.data) continue;
 #pragma unroll
-  for (int r = 0; r < kOwn; ++r) {
-    const int i = own_row(r);
-    Real sum = row_sum(dbeta[r]);
-    sum += __shfl_xor_sync(~0u, sum, 16);
-    if (lane() == 0 && i < chunk.rows) {
-      if (p.dbeta_partial.data) {
-        sum += load<Real>(p.dbeta_partial,
-                          token_offset(p.dbeta_partial, chunk.batch, chunk.begin + i, hv));
+    for (int r = 0; r < kOwn; ++r) {
+      const int i = own_row(r);
+      Real sum = row_sum(dbeta[r]);
+      sum += __shfl_xor_sync(~0u, sum, 16);
+      if (lane() == 0 && i < chunk.rows) {
+        if (p.dbeta_partial.data) {
+          sum += load<Real>(p.dbeta_partial,
+                            token_offset(p.dbeta_partial, chunk.batch, chunk.begin + i, hv));
+        }
+        store<Real>(p.dbeta, token_offset(p.dbeta, chunk.batch, chunk.begin + i, hv), sum);
       }
-      store<Real>(p.dbeta, token_offset(p.dbeta, chunk.batch, chunk.begin + i, hv), sum);
     }
   }
+}
+
+}  // namespace
+
+Status launch_intra_bwd(const IntraBackwardParams& p, bool fp64, cudaStream_t stream) {
+  return launch_chunks("intra_bwd", intra_bwd<float>, intra_bwd<double>, kThreads, kSharedElements,
+                       p, fp64, stream);
 }
 
 }  // namespace kda::cuda
