@@ -78,9 +78,12 @@ class Pipeline {
 
 using PipelineFunction = void (*)(Pipeline& pipeline);
 
-/// An executor around a pipeline function.
+/// What a pipeline function needs of workspace.
+Result<std::size_t> measure_workspace(const Problem& problem, PipelineFunction function);
+
+/// An executor around a pipeline function, which runs once for each of `slices` slices of heads.
 Result<std::unique_ptr<Executor>> make_pipeline(const Problem& problem, const Device& device,
-                                                PipelineFunction function);
+                                                PipelineFunction function, int64_t slices = 1);
 
 /// The generic leaf, one function an operation.
 void chunk_fwd(Pipeline& run);
