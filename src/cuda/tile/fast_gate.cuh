@@ -37,11 +37,13 @@ struct FastGate {
   float scale;  ///< log2 of the factor that multiplies (far), or the factor
 };
 
-__device__ __forceinline__ FastGate fast_gate_of(const GateParams& params, int64_t hv) {
+__device__ __forceinline__ float A_log_of(const GateParams& params, int64_t hv) {
+  return params.A_log.data ? load<float>(params.A_log, hv * params.A_log.stride[0]) : 0;
+}
+
+__device__ __forceinline__ FastGate fast_gate_from(const GateParams& params, float A_log) {
   constexpr float kLargest = 3.4e38f;
   constexpr float kFar = 60;  // exp(A_log) exp(z), z < -87, is lost below this
-  const float A_log =
-      params.A_log.data ? load<float>(params.A_log, hv * params.A_log.stride[0]) : 0;
   const float slope = fminf(expf(A_log), kLargest);
   if (params.kind == kGateSoftplus) {
     const bool far = A_log > kFar;
@@ -52,6 +54,10 @@ __device__ __forceinline__ FastGate fast_gate_of(const GateParams& params, int64
   const float scale = far ? log2_of(static_cast<float>(-params.lower_bound * 0x1p-64)) + 64
                           : static_cast<float>(-params.lower_bound);
   return {far, fminf(slope * kLog2E, kLargest), scale};
+}
+
+__device__ __forceinline__ FastGate fast_gate_of(const GateParams& params, int64_t hv) {
+  return fast_gate_from(params, A_log_of(params, hv));
 }
 
 __device__ __forceinline__ float bias_of(const GateParams& params, int64_t hv, int column) {
