@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include "chance.h"
 #include "check.h"
 #include "compare.h"
 #include "execute.h"
@@ -228,6 +229,21 @@ TEST(Emulation, RaisesTheLimitOfIllConditionedCasesOnly) {
     }
     EXPECT_TRUE(emulated_rounding(c, DType::kF32).empty());
   }
+}
+
+TEST(Chance, OneNumberIsHeldToTheUsualSize) {
+  HostTensor one(DType::kF64, {1});
+  one.set(0, 1e-3);
+  HostTensor many(DType::kF64, {2, 100, 8, 64});
+  EXPECT_TRUE(is_a_draw(kDALog, one));
+  EXPECT_FALSE(is_a_draw(kDq, many));
+  Difference d{0.4, 0.4, 0, true};
+  double limit = 0.01;
+  allow_for_chance(kDALog, one, 1.0, d, limit);  // an error of 4e-4 beside the usual 1
+  EXPECT_NEAR(d.ratio, 4e-4, 1e-8);
+  EXPECT_NEAR(limit, 0.05, 1e-12);
+  allow_for_chance(kDALog, one, 0.0, d, limit);  // a smaller usual size changes nothing
+  EXPECT_NEAR(d.ratio, 4e-4, 1e-8);
 }
 
 }  // namespace

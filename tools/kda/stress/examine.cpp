@@ -9,6 +9,7 @@
 
 #include <fmt/format.h>
 
+#include "chance.h"
 #include "check.h"
 #include "compare.h"
 #include "execute.h"
@@ -26,13 +27,6 @@ using enum TensorId;
 /// Half of the last bit of the smallest fp16 numbers: what rounding to them may cost.
 constexpr double kHalfStepOfF16 = 0x1p-25;
 constexpr double kMostOfF16 = 65504;
-
-constexpr double kLeastRms = 1e-8;  // of (7.1)
-/// Below so many numbers a ratio is a draw; the limit then is 1 + kSpread / sqrt(count) times as
-/// large. An RMS of n normal errors passes its expectation by that factor once in a million.
-constexpr int64_t kFewNumbers = 1024;
-constexpr double kSpread = 4;
-constexpr uint64_t kFurtherDraws = 8;
 
 /// The tensor of kCaseOutputs that has the shape and the limit.
 TensorId row_of(TensorId id) {
@@ -75,22 +69,17 @@ bool fits_f16(const HostTensor& expected) {
   return true;
 }
 
-double rms(const HostTensor& tensor) {
-  double sum = 0;
-  for (int64_t i = 0; i < tensor.count(); ++i) sum += tensor.get(i) * tensor.get(i);
-  return tensor.count() == 0 ? 0 : std::sqrt(sum / static_cast<double>(tensor.count()));
-}
-
 /// RMS of each output of the reference over further draws of the inputs.
 std::map<TensorId, double> usual_sizes(const Draw& draw) {
   std::map<TensorId, double> squares;
-  for (uint64_t variant = 2; variant < 2 + kFurtherDraws; ++variant) {
+  for (uint64_t variant = 2; variant < 2 + cases::kFurtherDraws; ++variant) {
     Result<Case> inputs = inputs_of(draw, variant);
     if (!inputs.ok()) return {};
     Result<TensorMap> outputs = expected_of(draw, *inputs);
     if (!outputs.ok()) return {};
     for (const auto& [id, tensor] : *outputs) {
-      squares[id] += rms(tensor) * rms(tensor) / static_cast<double>(kFurtherDraws);
+      squares[id] +=
+          cases::rms(tensor) * cases::rms(tensor) / static_cast<double>(cases::kFurtherDraws);
     }
   }
   for (auto& [_, size] : squares) size = std::sqrt(size);
@@ -157,7 +146,7 @@ class Examiner {
       add(id, "not finite", d.ratio, limit);
       return;
     }
-    if (row == DType::kF16) limit += kHalfStepOfF16 / (rms(expected) + kLeastRms);
+    if (row == DType::kF16) limit += kHalfStepOfF16 / (cases::rms(expected) + cases::kLeastRms);
     if (row == DType::kF64) {
       d.ratio = d.max_error;
       d.block_ratio = 0;
@@ -167,11 +156,8 @@ class Examiner {
       limit += decay_rounding();
       if (within(d, limit)) return;
     }
-    if (row != DType::kF64 && is_a_draw(id, expected)) {
-      const double usual = (usual_rms(id) + kLeastRms) / (rms(expected) + kLeastRms);
-      d.ratio /= std::max(1.0, usual);
-      d.block_ratio /= std::max(1.0, usual);
-      limit *= 1 + kSpread / std::sqrt(static_cast<double>(independent(id, expected)));
+    if (row != DType::kF64 && cases::is_a_draw(id, expected)) {
+      cases::allow_for_chance(id, expected, usual_rms(id), d, limit);
       if (within(d, limit)) return;
     }
     add(id,
@@ -187,19 +173,6 @@ class Examiner {
   /// Whether operands or saved tensors have 16 bits.
   bool has_halves() const {
     return computes_in_halves(family_, problem_) || size_of(saved_dtype(problem_)) == 2;
-  }
-
-  /// Few numbers, or numbers that are sums of many terms of either sign: their size, the
-  /// denominator of the ratio, is a draw, while the errors are as large as the terms make them.
-  bool is_a_draw(TensorId id, const HostTensor& expected) const {
-    return independent(id, expected) < kFewNumbers || id == kDALog || id == kDdtBias;
-  }
-
-  /// How many errors are apart from each other: those of one token and head are not, where the
-  /// error of one score multiplies a whole row.
-  int64_t independent(TensorId id, const HostTensor& expected) const {
-    const bool rows = has_tokens(id) && expected.shape.size() == 4;
-    return std::max<int64_t>(expected.count() / (rows ? expected.shape[3] : 1), 1);
   }
 
   /// Relative, of a decay between two tokens in fp32: each is the difference of two sums gamma,
