@@ -295,7 +295,6 @@ struct PrepBlock {
   using Traits = PrepTraits<Io, K>;
   static constexpr int kPairs = Traits::kPairs;
   static constexpr int kTokens = Traits::kTokens;
-  static constexpr uint32_t kItems = PrepShared<Io, K>::kItems;
 
   const PrepParams& p;
   PrepShared<Io, K>& shared;
@@ -359,7 +358,7 @@ struct PrepBlock {
     __syncwarp();
     norm_rows(shared, p.qk_l2norm, warp * kTokens);
     __syncthreads();
-    add_before(G, shared, warp, column);
+    add_before(G, shared, this_thread() / 32, this_thread() % 32 * (2 * kPairs));
   }
 
   /// Phase 2.
@@ -373,7 +372,7 @@ struct PrepBlock {
     if (warp == 0) write_decay(shared, record, column);
     const bool has_far = warp < 2 ? write_tiles<Io, K, 0>(shared, record, G, first, column)
                                   : write_tiles<Io, K, 1>(shared, record, G, first, column);
-    if (thread == 0) shared.has_far = has_far;
+    if (this_thread() == 0) shared.has_far = has_far;
   }
 
   /// Rows of scores that are far. G is formed once more: kept until here, it would not fit into the
@@ -408,34 +407,51 @@ struct PrepBlock {
         : "memory");
   }
 
+  /// Counts the warp's items. In shared memory, like what depends on it: 80 registers are full.
+  __device__ __forceinline__ uint32_t turn() const {
+    return *const_cast<const volatile uint32_t*>(&shared.turn[warp()]);
+  }
+  __device__ __forceinline__ PrepItem& item(uint32_t turn) const {
+    return shared.item[turn % PrepShared<Io, K>::kItems];
+  }
+  __device__ __forceinline__ float* beta() const { return shared.beta[turn() % 2]; }
+
+  /// Phases 1 to 3 of an item.
+  __device__ __forceinline__ void begin() const {
+    if (this_thread() == kPrepThreads - 1) {
+      find_item<Io, K>(item(turn() + 1), p, item(turn()).number + gridDim.x);
+    }
+    {
+      float2 G[kPairs][kTokens];
+      decay(G, item(turn()), beta());
+      if (item(turn() + 1).rows > 0) prefetch(item(turn() + 1));
+      tiles(G, item(turn()));
+    }
+    __syncthreads();
+    compute_scores(shared, beta(), record_of(item(turn())), warp());
+    __syncthreads();
+    if (shared.has_far) replace_far(item(turn()), beta());
+  }
+
   __device__ __forceinline__ void run() const {
     if (p.ready != nullptr) clear_ready(p);
     if (threadIdx.x == 0) find_item<Io, K>(shared.item[0], p, blockIdx.x);
+    if (threadIdx.x % 32 == 0) shared.turn[threadIdx.x / 32] = 0;
     __syncthreads();
-    if (shared.item[0].rows == 0) return;
-    load(shared.item[0]);
-    for (uint32_t turn = 0;; ++turn) {
-      const PrepItem& item = shared.item[turn % kItems];
-      PrepItem& next = shared.item[(turn + 1) % kItems];
-      float* const beta = shared.beta[turn % 2];
-      {
-        float2 G[kPairs][kTokens];
-        if (this_thread() == kPrepThreads - 1) find_item<Io, K>(next, p, item.number + gridDim.x);
-        decay(G, item, beta);
-        if (next.rows > 0) prefetch(next);
-        tiles(G, item);
+    bool more = shared.item[0].rows > 0;
+    if (more) load(shared.item[0]);
+    while (more) {
+      begin();
+      more = item(turn() + 1).rows > 0;
+      if (more) load(item(turn() + 1));
+      if (turn() % Traits::kWarps == static_cast<uint32_t>(warp())) {
+        const PrepItem& done = item(turn());
+        write_solve(shared, beta(), record_of(done), p.split_beta);
+        if (p.ready != nullptr) publish(done);
       }
-      __syncthreads();
-      compute_scores(shared, beta, record_of(item), warp());
-      __syncthreads();
-      if (shared.has_far) replace_far(item, beta);
-      const bool more = next.rows > 0;
-      if (more) load(next);
-      if (turn % Traits::kWarps == static_cast<uint32_t>(warp())) {
-        write_solve(shared, beta, record_of(item), p.split_beta);
-        if (p.ready != nullptr) publish(item);
-      }
-      if (!more) break;
+      __syncwarp();
+      if (this_thread() % 32 == 0) ++shared.turn[warp()];
+      __syncwarp();
     }
   }
 };

@@ -93,6 +93,7 @@ struct PrepShared {
   /// The last one is still being solved while the one after the next is sought.
   static constexpr int kItems = 4;
   PrepItem item[kItems];
+  uint32_t turn[Traits::kWarps];
   bool has_far;
 
   /// G' of rows that are far, over the tiles that scores no longer need.
@@ -206,19 +207,34 @@ __device__ __forceinline__ void add_block(float (&q)[2][4], float (&k)[2][4],
   if constexpr (HasK) add(k, k_rows);
 }
 
+/// Where this lane's pair of the fragment of rows 8 i .. and columns 8 j .. lies in a SquareTile
+/// that starts at a multiple of 64 bytes.
+struct SquareFragments {
+  uint64_t start;
+
+  __device__ __forceinline__ explicit SquareFragments(uint64_t tile) {
+    const int lane = this_thread() % 32;
+    start = tile + static_cast<uint32_t>(square_offset(lane / 4, lane % 4 * 2));
+  }
+  __device__ __forceinline__ uint64_t at(int i, int j) const {
+    return (start ^ static_cast<uint64_t>(j << 4)) + static_cast<uint64_t>(i * 8 * 64);
+  }
+};
+
 /// A block of q k^T to the record; `diagonal`: what lies above the diagonal is zero.
 template <class Io, int K>
 __device__ __forceinline__ void put_scores(uint64_t record, const float (&x)[2][4], int row0,
                                            int column0, bool diagonal) {
   const int lane = this_thread() % 32;
+  const SquareFragments fragments(record + Record<K>::kScores);
 #pragma unroll
   for (int e = 0; e < 8; e += 2) {
     const int i = lane / 4 + e % 4 / 2 * 8;
     const int j = e / 4 * 8 + lane % 4 * 2;
     const float left = !diagonal || j <= i ? x[e / 4][e % 4] : 0;
     const float right = !diagonal || j + 1 <= i ? x[e / 4][e % 4 + 1] : 0;
-    const int offset = Record<K>::kScores + square_offset(row0 + i, column0 + j);
-    store_global(record + static_cast<uint32_t>(offset), Words<1>{pack<Io>(left, right)});
+    store_global(fragments.at(row0 / 8 + e % 4 / 2, column0 / 8 + e / 4),
+                 Words<1>{pack<Io>(left, right)});
   }
 }
 

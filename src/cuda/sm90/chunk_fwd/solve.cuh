@@ -73,18 +73,16 @@ __device__ __forceinline__ void write_solve(PrepShared<Io, K>& shared, const flo
       [&](int step, int n) -> float2 {
         return {N[8 * step + c][8 * n + g], N[8 * step + c + 1][8 * n + g]};
       });
+  const SquareFragments fragments(record + Record<K>::kSolve);
 #pragma unroll
   for (int j = 0; j < 4; ++j) {  // fragments of 8 rows x 8 columns
     const int column = 8 * j + c;
     const float2 factor = split_beta ? float2{1, 1} : pair_at(beta, column);
 #pragma unroll
     for (int i = j / 2 * 2; i < 4; ++i) {
-      const int row = 8 * i + g;
-      const float2 y =
-          i / 2 == j / 2 ? pair_at(N[row], column) : float2{x[j][i % 2 * 2], x[j][i % 2 * 2 + 1]};
-      const int offset = Record<K>::kSolve + square_offset(row, column);
-      store_global(record + static_cast<uint32_t>(offset),
-                   Words<1>{pack<Io>(y.x * factor.x, y.y * factor.y)});
+      const float2 y = i / 2 == j / 2 ? pair_at(N[8 * i + g], column)
+                                      : float2{x[j][i % 2 * 2], x[j][i % 2 * 2 + 1]};
+      store_global(fragments.at(i, j), Words<1>{pack<Io>(y.x * factor.x, y.y * factor.y)});
     }
   }
 }
