@@ -33,7 +33,7 @@ static_assert(Record<128>::kBytes == 29312 && Record<64>::kBytes == 16768);
 
 inline constexpr int kPrepThreads = 128;
 /// bf16: 33 KB of shared memory each, 80 registers. fp16 needs 81 KB: two blocks.
-inline constexpr int kPrepBlocksPerSm = 6;
+inline constexpr int kPrepBlocksPerSm = 5;
 
 /// A consumer warpgroup of `scan` holds 64 columns of V. Three warpgroups leave 168 registers a
 /// thread at launch; the loading one hands most of its registers over.

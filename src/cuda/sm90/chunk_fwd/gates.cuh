@@ -1,4 +1,4 @@
-// Gates of a chunk in registers: a thread has some column pairs of some consecutive tokens.
+// Gates of a chunk in registers: a thread has a column pair of some consecutive tokens.
 #pragma once
 
 #include "cuda/sm90/chunk_fwd/config.h"
@@ -29,119 +29,67 @@ __device__ __forceinline__ int this_thread() {
   return x;
 }
 
-struct PrepRow {
-  uint32_t row;  ///< of the chunk
-  uint32_t hv;
-};
-
-/// The chunk row and value head of an item: first chunks of all sequences first, heads fastest;
-/// rows of the chunk table for packed sequences.
-__device__ __forceinline__ PrepRow row_of(const Sequences& s, uint32_t heads, uint32_t number) {
-  const uint32_t row = number / heads;
-  const uint32_t hv = number - row * heads;
-  if (s.cu.data) return {row, hv};
-  const auto batches = static_cast<uint32_t>(s.count);
-  const uint32_t chunk = row / batches;
-  return {(row - chunk * batches) * static_cast<uint32_t>(s.chunks_per_row) + chunk, hv};
+/// Two neighbouring elements, aligned together.
+__device__ __forceinline__ float2 load_pair(const __nv_bfloat16* p) {
+  return unpack<__nv_bfloat16>(*reinterpret_cast<const uint32_t*>(p));
+}
+__device__ __forceinline__ float2 load_pair(const __half* p) {
+  return unpack<__half>(*reinterpret_cast<const uint32_t*>(p));
+}
+__device__ __forceinline__ float2 load_pair(const float* p) {
+  return *reinterpret_cast<const float2*>(p);
 }
 
-/// N words, aligned together: one access.
-template <int N>
-struct alignas(4 * N) Words {
-  uint32_t word[N];
-};
-
-__device__ __forceinline__ bool is_wide(const Tensor& t) {
-  return t.dtype != kBFloat16 && t.dtype != kFloat16;
-}
-
-/// Tokens first .. of columns column .., [pair][token], zeros from `rows` on. offset: of the
-/// chunk's first element.
-template <int TOKENS, int PAIRS>
-__device__ __forceinline__ void load_gates(float2 (&z)[PAIRS][TOKENS], const Tensor& g,
-                                           int64_t offset, int rows, int first, int column) {
-  offset += first * g.stride[1] + column;
-  const auto load_as = [&]<class W>(const void* start, W, auto unpack_word) {
-    const auto* data =
-        static_cast<const unsigned char*>(start) + offset * (sizeof(W) / (2 * PAIRS));
-    W words[TOKENS];
-#pragma unroll
-    for (int t = 0; t < TOKENS; ++t, data += g.stride[1] * (sizeof(W) / (2 * PAIRS))) {
-      words[t] = {};
-      if (first + t < rows) words[t] = *reinterpret_cast<const W*>(data);
-    }
+/// Column pairs of g for this thread's tokens, as they are in memory; 0 beyond the last row.
+template <int TOKENS>
+__device__ __forceinline__ void load_gates(float2 (&z)[TOKENS], const Tensor& g, const Chunk& chunk,
+                                           int64_t hv, int first, int column) {
+  const auto load_as = [&]<class T>(const T* data) {
+    data += token_offset(g, chunk.batch, chunk.begin + first, hv) + column;
 #pragma unroll
     for (int t = 0; t < TOKENS; ++t) {
-#pragma unroll
-      for (int i = 0; i < PAIRS; ++i) z[i][t] = unpack_word(words[t], i);
+      z[t] = first + t < chunk.rows ? load_pair(data) : float2{0, 0};
+      data += g.stride[1];
     }
   };
   if (g.dtype == kBFloat16) {
-    load_as(g.data, Words<PAIRS>{},
-            [](const auto& w, int i) { return unpack<__nv_bfloat16>(w.word[i]); });
+    load_as(static_cast<const __nv_bfloat16*>(g.data));
   } else if (g.dtype == kFloat16) {
-    load_as(g.data, Words<PAIRS>{}, [](const auto& w, int i) { return unpack<__half>(w.word[i]); });
+    load_as(static_cast<const __half*>(g.data));
   } else {
-    load_as(g.data, Words<2 * PAIRS>{}, [](const auto& w, int i) -> float2 {
-      return {__uint_as_float(w.word[2 * i]), __uint_as_float(w.word[2 * i + 1])};
-    });
+    load_as(static_cast<const float*>(g.data));
   }
 }
 
-/// x[..][t] = sum of decay(pair, x[..][0..t]) over the rows that exist.
-template <int TOKENS, int PAIRS, class Decay>
-__device__ __forceinline__ void sum_rows(float2 (&x)[PAIRS][TOKENS], int rows, Decay decay) {
-  float2 sum[PAIRS] = {};
+/// x[t] = sum of decay(x[0..t]) over the rows that exist.
+template <int TOKENS, class Decay>
+__device__ __forceinline__ void sum_rows(float2 (&x)[TOKENS], int rows, Decay decay) {
+  float2 sum{0, 0};
 #pragma unroll
   for (int t = 0; t < TOKENS; ++t) {
-#pragma unroll
-    for (int i = 0; i < PAIRS; ++i) {
-      const float2 d = decay(i, x[i][t]);
-      if (t < rows) sum[i] = {sum[i].x + d.x, sum[i].y + d.y};
-      x[i][t] = sum[i];
-    }
+    const float2 d = decay(x[t]);
+    if (t < rows) sum = {sum.x + d.x, sum.y + d.y};
+    x[t] = sum;
   }
 }
 
 /// Raw gates -> the running sum of log2 decays over this thread's tokens, of which `rows` exist.
-template <int TOKENS, int PAIRS>
-__device__ __forceinline__ void sum_gates(float2 (&G)[PAIRS][TOKENS], const GateParams& params,
-                                          int64_t hv, int rows, int column) {
-  if (params.kind == kGateNone) {
-    sum_rows(G, rows, [](int, float2 z) -> float2 {
-      return {fast_no_gate(z.x), fast_no_gate(z.y)};
-    });
-    return;
-  }
-  const FastGate gate = fast_gate_of(params, hv);
-  float2 bias[PAIRS];
-#pragma unroll
-  for (int i = 0; i < PAIRS; ++i) {
-    bias[i] = {bias_of(params, hv, column + 2 * i), bias_of(params, hv, column + 2 * i + 1)};
-  }
-  const auto sum = [&](auto value) {
-    sum_rows(G, rows, [&](int i, float2 z) -> float2 {
-      return {value(gate, z.x + bias[i].x), value(gate, z.y + bias[i].y)};
-    });
-  };
-  if (params.kind == kGateSoftplus) {
-    gate.far ? sum(FarSoftplusGate{}) : sum(FastSoftplusGate{});
-  } else {
-    gate.far ? sum(FarBoundedGate{}) : sum(FastBoundedGate{});
-  }
-}
-
-/// The same for one column pair.
-template <int TOKENS>
-__device__ __forceinline__ void load_gates(float2 (&z)[TOKENS], const Tensor& g, const Chunk& chunk,
-                                           int64_t hv, int first, int column) {
-  load_gates(reinterpret_cast<float2(&)[1][TOKENS]>(z), g,
-             token_offset(g, chunk.batch, chunk.begin, hv), chunk.rows, first, column);
-}
 template <int TOKENS>
 __device__ __forceinline__ void sum_gates(float2 (&G)[TOKENS], const GateParams& params, int64_t hv,
                                           int rows, int column) {
-  sum_gates(reinterpret_cast<float2(&)[1][TOKENS]>(G), params, hv, rows, column);
+  if (params.kind == kGateNone) {
+    sum_rows(G, rows, [](float2 z) -> float2 { return {fast_no_gate(z.x), fast_no_gate(z.y)}; });
+    return;
+  }
+  const FastGate gate = fast_gate_of(params, hv);
+  const auto sum = [&](auto value) {
+    const float x = bias_of(params, hv, column);
+    const float y = bias_of(params, hv, column + 1);
+    sum_rows(G, rows, [&](float2 z) -> float2 {
+      return {value(gate, z.x + x), value(gate, z.y + y)};
+    });
+  };
+  with_gate(params, gate, sum);
 }
 
 }  // namespace kda::cuda::sm90

@@ -28,16 +28,35 @@
 // (26112); N 4608; totals 2048; norms, beta 512 = 37632 (85504) bytes.
 #pragma once
 
+#include <cuda/ptx>
+
 #include "cuda/ptx/bulk_copy.cuh"
-#include "cuda/ptx/cp_async.cuh"
 #include "cuda/sm90/chunk_fwd/solve.cuh"
+#include "cuda/tile/ring.cuh"
 #include "cuda/tile/shared_memory.cuh"
 
 namespace kda::cuda::sm90 {
 
+namespace ptx = ::cuda::ptx;
+
+struct PrepRow {
+  uint32_t row;  ///< of the chunk
+  uint32_t hv;
+};
+
+/// The chunk row and value head of an item: first chunks of all sequences first, heads fastest;
+/// rows of the chunk table for packed sequences.
+__device__ __forceinline__ PrepRow row_of(const Sequences& s, uint32_t heads, uint32_t number) {
+  const uint32_t row = number / heads;
+  const uint32_t hv = number - row * heads;
+  if (s.cu.data) return {row, hv};
+  const auto batches = static_cast<uint32_t>(s.count);
+  const uint32_t chunk = row / batches;
+  return {(row - chunk * batches) * static_cast<uint32_t>(s.chunks_per_row) + chunk, hv};
+}
+
 /// The item of a number, or the first one after it in the block's steps that has rows; rows == 0:
 /// there is none. One thread finds it for all.
-template <class Io, int K>
 __device__ __forceinline__ void find_item(PrepItem& item, const PrepParams& p, uint64_t number) {
   const Sequences& s = p.sequences;
   const auto heads = static_cast<uint32_t>(p.heads.HV);
@@ -51,6 +70,7 @@ __device__ __forceinline__ void find_item(PrepItem& item, const PrepParams& p, u
     item.rows = chunk.rows;
     item.hv = at.hv;
     item.record = at.row * heads + at.hv;
+    item.gate = fast_gate_of(p.gate, at.hv);
     const int64_t head = at.hv / static_cast<uint32_t>(p.heads.group);
     item.q = token_offset(p.q, chunk.batch, chunk.begin, head);
     item.k = token_offset(p.k, chunk.batch, chunk.begin, head);
@@ -74,23 +94,22 @@ __device__ __forceinline__ void clear_ready(const PrepParams& p) {
   cudaTriggerProgrammaticLaunchCompletion();
 }
 
-/// The warp's rows of q or k into shared memory; zeros beyond the chunk's last row.
-template <class Io, int K, int Stride>
-__device__ __forceinline__ void load_rows(Io (&shared)[kChunk][Stride], const Tensor& t,
-                                          int64_t offset, int rows, int first) {
-  constexpr int kPieces = K / 8;
-  constexpr int kRowsAtOnce = 32 / kPieces;
-  const int lane = this_thread() % 32;
-  const int row = first + lane / kPieces;
-  const int column = lane % kPieces * 8;
-  const Io* data = static_cast<const Io*>(t.data) + offset + row * t.stride[1] + column;
-  const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(&shared[row][column]));
-#pragma unroll
-  for (int i = 0; i < PrepTraits<Io, K>::kTokens; i += kRowsAtOnce) {
-    const bool valid = row + i < rows;
-    copy_async_16_or_zero(to + i * Stride * sizeof(Io), valid ? data : t.data, valid);
-    data += kRowsAtOnce * t.stride[1];
-  }
+__device__ __forceinline__ bool is_wide(const Tensor& t) {
+  return t.dtype != kBFloat16 && t.dtype != kFloat16;
+}
+
+/// A row of the warp's q (which == 0), k (1) or g (2) in memory, and its bytes.
+struct PrepRowBytes {
+  const std::byte* start;
+  uint32_t bytes;
+};
+template <int K>
+__device__ __forceinline__ PrepRowBytes bytes_of(const PrepParams& p, const PrepItem& item,
+                                                 int which, int row) {
+  const Tensor& t = which == 0 ? p.q : (which == 1 ? p.k : p.gate.g);
+  const int64_t offset = which == 0 ? item.q : (which == 1 ? item.k : item.g);
+  const uint32_t size = which == 2 && is_wide(t) ? 4 : 2;
+  return {static_cast<const std::byte*>(t.data) + (offset + row * t.stride[1]) * size, K * size};
 }
 
 /// 1 / |row| of the warp's rows of q and k: the diagonals of q q^T and k k^T.
@@ -102,8 +121,7 @@ __device__ __forceinline__ void norm_rows(PrepShared<Io, K>& shared, bool wanted
   if (wanted) {
     float q[4] = {};
     float k[4] = {};
-    const Io(&raw)[kChunk][PrepTraits<Io, K>::kStride] =
-        lane / 8 % 2 == 0 ? shared.rows.raw_q() : shared.rows.raw_k();
+    const auto* const raw = lane / 8 % 2 == 0 ? shared.rows.raw_q() : shared.rows.raw_k();
     const auto at =
         static_cast<uint32_t>(__cvta_generic_to_shared(&raw[first + lane % 8][lane / 16 * 8]));
 #pragma unroll
@@ -124,50 +142,6 @@ __device__ __forceinline__ void norm_rows(PrepShared<Io, K>& shared, bool wanted
   if (lane % 4 == g / 2) shared.norm[first + g] = norm;
 }
 
-__device__ __forceinline__ void load_beta(float* beta, const PrepParams& p, const PrepItem& item,
-                                          int row) {
-  float x = 0;
-  if (row < item.rows) {
-    x = load<float>(p.beta, item.beta + row * p.beta.stride[1]);
-    if (p.beta_sigmoid) x = p.beta_factor * sigmoid(x);
-  }
-  beta[row] = x;
-}
-
-/// log2 decay of a whole block in this lane's columns.
-template <class Io, int K>
-__device__ __forceinline__ void sum_block(float2 (&total)[K / 64], const PrepShared<Io, K>& shared,
-                                          int block, int column) {
-#pragma unroll
-  for (int i = 0; i < K / 64; ++i) {
-    total[i] = pair_at(shared.totals[2 * block], column + 2 * i) +
-               pair_at(shared.totals[2 * block + 1], column + 2 * i);
-  }
-}
-
-template <int PAIRS>
-__device__ __forceinline__ bool any_far(const float2 (&total)[PAIRS]) {
-  bool far = false;
-#pragma unroll
-  for (int i = 0; i < PAIRS; ++i) {
-    far = far || total[i].x < -kFarBlock || total[i].y < -kFarBlock;
-  }
-  return __any_sync(~0u, far) != 0;
-}
-
-/// Running sums of the second warp of a block go on from those of the first.
-template <class Io, int K>
-__device__ __forceinline__ void add_before(float2 (&G)[K / 64][8], const PrepShared<Io, K>& shared,
-                                           int warp, int column) {
-  if (warp % 2 == 0) return;
-#pragma unroll
-  for (int i = 0; i < K / 64; ++i) {
-    const float2 before = pair_at(shared.totals[warp - 1], column + 2 * i);
-#pragma unroll
-    for (float2& x : G[i]) x = x + before;
-  }
-}
-
 template <class T16, int PAIRS>
 __device__ __forceinline__ Words<PAIRS> pack_pairs(const float2 (&x)[PAIRS]) {
   Words<PAIRS> words;
@@ -181,26 +155,112 @@ __device__ __forceinline__ void put_pairs(__nv_bfloat16* to, const float2 (&x)[P
 }
 template <int PAIRS>
 __device__ __forceinline__ void put_pairs(float* to, const float2 (&x)[PAIRS]) {
-  struct alignas(8 * PAIRS) Pairs {
-    float2 pair[PAIRS];
-  };
-  Pairs pairs;
+  Words<2 * PAIRS> words;
 #pragma unroll
-  for (int i = 0; i < PAIRS; ++i) pairs.pair[i] = x[i];
-  *reinterpret_cast<Pairs*>(to) = pairs;
+  for (int i = 0; i < PAIRS; ++i) {
+    words.word[2 * i] = __float_as_uint(x[i].x);
+    words.word[2 * i + 1] = __float_as_uint(x[i].y);
+  }
+  *reinterpret_cast<Words<2 * PAIRS>*>(to) = words;
 }
-template <class Io, int PAIRS>
-__device__ __forceinline__ void load_pairs(float2 (&x)[PAIRS], const Io* row, float factor) {
+template <class T16, int PAIRS>
+__device__ __forceinline__ void load_pairs(float2 (&x)[PAIRS], const T16* row) {
   const Words<PAIRS> words = *reinterpret_cast<const Words<PAIRS>*>(row);
 #pragma unroll
-  for (int i = 0; i < PAIRS; ++i) x[i] = unpack<Io>(words.word[i]) * factor;
+  for (int i = 0; i < PAIRS; ++i) x[i] = unpack<T16>(words.word[i]);
+}
+template <int PAIRS>
+__device__ __forceinline__ void load_pairs(float2 (&x)[PAIRS], const float* row) {
+  const Words<2 * PAIRS> words = *reinterpret_cast<const Words<2 * PAIRS>*>(row);
+#pragma unroll
+  for (int i = 0; i < PAIRS; ++i) {
+    x[i] = {__uint_as_float(words.word[2 * i]), __uint_as_float(words.word[2 * i + 1])};
+  }
+}
+
+/// The raw gates of the warp's rows, in place, -> the running sums of their log2 decays, of which
+/// `rows` exist. 16-bit gates lie in the second half of a row.
+template <class Io, int K, class Value>
+__device__ __forceinline__ void sum_rows(PrepShared<Io, K>& shared, int32_t dtype, int rows,
+                                         const float* bias_row, Value value) {
+  constexpr int kPairs = K / 64;
+  const int thread = this_thread();
+  const int warp = thread / 32;
+  const int column = thread % 32 * (2 * kPairs);
+  float2 bias[kPairs];
+  float2 sum[kPairs] = {};
+  load_pairs(bias, bias_row + column);
+  unsigned char* row = shared.rows.decay[8 * warp];
+#pragma unroll 2
+  for (int t = 0; t < 8; ++t, row += PrepTraits<Io, K>::kDecayBytes) {
+    float2 z[kPairs];
+    if (dtype == kBFloat16) {
+      load_pairs(z, reinterpret_cast<const __nv_bfloat16*>(row) + K + column);
+    } else if (dtype == kFloat16) {
+      load_pairs(z, reinterpret_cast<const __half*>(row) + K + column);
+    } else {
+      load_pairs(z, reinterpret_cast<const float*>(row) + column);
+    }
+    __syncwarp();  // other lanes' gates lie where this one's sums go
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const float2 d{value(z[i].x + bias[i].x), value(z[i].y + bias[i].y)};
+      if (t < rows - 8 * warp) sum[i] = {sum[i].x + d.x, sum[i].y + d.y};
+    }
+    put_pairs(reinterpret_cast<float*>(row) + column, sum);
+  }
+  put_pairs(&shared.totals[warp][column], sum);
+}
+
+template <class Io, int K>
+__device__ __forceinline__ void sum_gates(PrepShared<Io, K>& shared, const GateParams& params,
+                                          const PrepItem& item, const float* bias) {
+  const int32_t dtype = params.g.dtype;
+  if (params.kind == kGateNone) {
+    sum_rows(shared, dtype, item.rows, bias, [](float g) { return fast_no_gate(g); });
+    return;
+  }
+  const FastGate gate = item.gate;
+  with_gate(params, gate, [&](auto value) {
+    sum_rows(shared, dtype, item.rows, bias, [&](float z) { return value(gate, z); });
+  });
+}
+
+/// log2 decay of a whole block in this lane's columns.
+template <class Io, int K>
+__device__ __forceinline__ void sum_block(float2 (&total)[K / 64], const PrepShared<Io, K>& shared,
+                                          int block, int column) {
+  float2 second[K / 64];
+  load_pairs(total, &shared.totals[2 * block][column]);
+  load_pairs(second, &shared.totals[2 * block + 1][column]);
+#pragma unroll
+  for (int i = 0; i < K / 64; ++i) total[i] = total[i] + second[i];
+}
+
+template <int PAIRS>
+__device__ __forceinline__ bool any_far(const float2 (&total)[PAIRS]) {
+  bool far = false;
+#pragma unroll
+  for (int i = 0; i < PAIRS; ++i) {
+    far = far || total[i].x < -kFarBlock || total[i].y < -kFarBlock;
+  }
+  return __any_sync(~0u, far) != 0;
+}
+
+/// The decay of the tokens of a warp's block that are not its own.
+template <class Io, int K>
+__device__ __forceinline__ void sum_before(float2 (&before)[K / 64],
+                                           const PrepShared<Io, K>& shared, int warp, int column) {
+#pragma unroll
+  for (float2& x : before) x = {0, 0};
+  if (warp % 2 != 0) load_pairs(before, &shared.totals[warp - 1][column]);
 }
 
 /// Phase 2 of a warp of block kOf; whether one of the blocks is far. Rows that do not exist hold
 /// zeros.
 template <class Io, int K, int kOf>
-__device__ __forceinline__ bool write_tiles(PrepShared<Io, K>& shared, uint64_t record,
-                                            const float2 (&G)[K / 64][8], int first, int column) {
+__device__ __forceinline__ bool write_tiles(PrepShared<Io, K>& shared, uint64_t record, int warp,
+                                            int column) {
   using R = Record<K>;
   constexpr int kPairs = K / 64;
   constexpr bool kSame = kOf == 0 && kIsBf16<Io>;  // tiles and record hold the same rows
@@ -214,41 +274,51 @@ __device__ __forceinline__ bool write_tiles(PrepShared<Io, K>& shared, uint64_t 
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) factor[block][i] = exp2_pair(total[i]);
   }
+  float2 before[kPairs];
+  sum_before(before, shared, warp, column);
+  const int first = 8 * warp;
   // Records start at multiples of 128 bytes: the swizzle is an XOR of address bits 4 to 6.
   const auto place = static_cast<uint32_t>(first * kPanelRowBytes + column % 64 * 2);
-  const uint64_t read = record + (R::kRead + column / 64 * (2 * kChunk * kPanelRowBytes)) + place;
-  const uint64_t update = record + (R::kUpdate + column / 64 * (kChunk * kPanelRowBytes)) + place;
-#pragma unroll
-  for (int t = 0; t < 8; ++t) {
+  uint64_t read = record + (R::kRead + column / 64 * (2 * kChunk * kPanelRowBytes)) + place;
+  uint64_t update = record + (R::kUpdate + column / 64 * (kChunk * kPanelRowBytes)) + place;
+#pragma unroll 2
+  for (int t = 0; t < 8; ++t, read += kPanelRowBytes, update += kPanelRowBytes) {
     const int row = first + t;
     const float2 norm = shared.norm[row];
+    float2 G[kPairs];
     float2 q[kPairs];
     float2 k[kPairs];
     float2 last[kPairs];
-    load_pairs<Io>(q, &shared.rows.raw_q()[row][column], norm.x);
-    load_pairs<Io>(k, &shared.rows.raw_k()[row][column], norm.y);
+    load_pairs(G, shared.G(row) + column);
+    load_pairs(q, &shared.rows.raw_q()[row][column]);
+    load_pairs(k, &shared.rows.raw_k()[row][column]);
+    __syncwarp();  // tiles take the place of other lanes' sums
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) last[i] = k[i] * exp2_pair(-G[i][t]);
-    put_pairs(&shared.down[row][column], last);
+    for (int i = 0; i < kPairs; ++i) {
+      G[i] = G[i] + before[i];
+      k[i] = k[i] * norm.y;
+      last[i] = k[i] * exp2_pair(-G[i]);
+    }
+    put_pairs(&shared.down()[row][column], last);
     if (far[kOf]) {  // 2^-G' may be infinite
       sum_block(last, shared, kOf, column);
 #pragma unroll
-      for (int i = 0; i < kPairs; ++i) last[i] = k[i] * exp2_pair(last[i] - G[i][t]);
+      for (int i = 0; i < kPairs; ++i) last[i] = k[i] * exp2_pair(last[i] - G[i]);
     } else {
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) last[i] = last[i] * factor[kOf][i];
     }
     if constexpr (kOf == 0) {
-      put_pairs(&shared.cross[row][column], last);
+      put_pairs(&shared.rows.cross()[row][column], last);
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) last[i] = last[i] * factor[1][i];
     }
-    const uint64_t swizzle = t << 4;
-    store_global((update ^ swizzle) + t * kPanelRowBytes, pack_pairs<Io>(last));
+    const auto swizzle = static_cast<uint64_t>(t << 4);
+    store_global(update ^ swizzle, pack_pairs<Io>(last));
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-      const float2 up = exp2_pair(G[i][t]);
-      q[i] = q[i] * up;
+      const float2 up = exp2_pair(G[i]);
+      q[i] = q[i] * norm.x * up;
       k[i] = k[i] * up;
     }
     if constexpr (!kSame) {
@@ -268,8 +338,8 @@ __device__ __forceinline__ bool write_tiles(PrepShared<Io, K>& shared, uint64_t 
       *reinterpret_cast<Words<kPairs>*>(&shared.rows.q[row][column]) = qe;
       *reinterpret_cast<Words<kPairs>*>(&shared.rows.k[row][column]) = ke;
     }
-    store_global((read ^ swizzle) + t * kPanelRowBytes, ke);
-    store_global((read ^ swizzle) + (t + kChunk) * kPanelRowBytes, qe);
+    store_global(read ^ swizzle, ke);
+    store_global((read ^ swizzle) + kChunk * kPanelRowBytes, qe);
   }
   return far[0] || far[1];
 }
@@ -293,109 +363,134 @@ __device__ __forceinline__ void write_decay(const PrepShared<Io, K>& shared, uin
 template <class Io, int K>
 struct PrepBlock {
   using Traits = PrepTraits<Io, K>;
+  using Shared = PrepShared<Io, K>;
   static constexpr int kPairs = Traits::kPairs;
   static constexpr int kTokens = Traits::kTokens;
 
   const PrepParams& p;
-  PrepShared<Io, K>& shared;
+  Shared& shared;
 
   static __device__ __forceinline__ int warp() { return this_thread() / 32; }
 
-  /// Starts the loads of q and k.
-  __device__ __forceinline__ void load(const PrepItem& item) const {
-    const int first = this_thread() / 32 * kTokens;
-    load_rows<Io, K>(shared.rows.raw_q(), p.q, item.q, item.rows, first);
-    load_rows<Io, K>(shared.rows.raw_k(), p.k, item.k, item.rows, first);
-    commit_copies();
+  __device__ __forceinline__ PrepItem& item(uint32_t turn) const {
+    return shared.item[turn % Shared::kItems];
+  }
+  __device__ __forceinline__ uint64_t record_of(const PrepItem& item) const {
+    return static_cast<uint64_t>(__cvta_generic_to_global(p.records)) +
+           uint64_t{item.record} * Record<K>::kBytes;
+  }
+  __device__ __forceinline__ std::byte* row_in_shared(int which, int row) const {
+    if (which == 0) return reinterpret_cast<std::byte*>(shared.rows.raw_q()[row]);
+    if (which == 1) return reinterpret_cast<std::byte*>(shared.rows.raw_k()[row]);
+    return reinterpret_cast<std::byte*>(shared.rows.decay[row]) + (is_wide(p.gate.g) ? 0 : 2 * K);
   }
 
-  /// The warp's rows of q, k and g to L2.
+  /// Starts the copies of the warp's rows, a row a lane; rows that do not exist are zeros.
+  __device__ __forceinline__ void load(const PrepItem& item) const {
+    const int thread = this_thread();
+    const int lane = thread % 32;
+    const int row = thread / 32 * kTokens + lane % kTokens;
+    const int which = lane / kTokens;
+    uint64_t* const barrier = &shared.loaded[thread / 32];
+    const int left = item.rows - thread / 32 * kTokens;
+    if (lane == 0) {
+      const auto rows = static_cast<uint32_t>(left < 0 ? 0 : (left < kTokens ? left : kTokens));
+      ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, barrier,
+                                     rows * K * (is_wide(p.gate.g) ? 8 : 6));
+    }
+    __syncwarp();
+    if (which == 3) return;
+    const PrepRowBytes from = bytes_of<K>(p, item, which, row);
+    std::byte* const to = row_in_shared(which, row);
+    if (row < item.rows) {
+      ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, to, from.start, from.bytes,
+                         barrier);
+    } else {
+      for (uint32_t i = 0; i < from.bytes; i += 16) *reinterpret_cast<uint4*>(to + i) = uint4{};
+    }
+  }
+
+  /// The warp's rows to L2.
   __device__ __forceinline__ void prefetch(const PrepItem& item) const {
     const int thread = this_thread();
     const int row = thread / 32 * kTokens + thread % kTokens;
     const int which = thread % 32 / kTokens;
     if (which == 3 || row >= item.rows) return;
-    if (which == 0) {
-      prefetch_L2(static_cast<const Io*>(p.q.data) + item.q + row * p.q.stride[1], K * 2);
-    } else if (which == 1) {
-      prefetch_L2(static_cast<const Io*>(p.k.data) + item.k + row * p.k.stride[1], K * 2);
-    } else {
-      const Tensor& g = p.gate.g;
-      const uint32_t size = is_wide(g) ? 4 : 2;
-      prefetch_L2(static_cast<const std::byte*>(g.data) + (item.g + row * g.stride[1]) * size,
-                  K * size);
-    }
+    const PrepRowBytes from = bytes_of<K>(p, item, which, row);
+    prefetch_L2(from.start, from.bytes);
   }
 
-  __device__ __forceinline__ uint64_t record_of(const PrepItem& item) const {
-    return static_cast<uint64_t>(__cvta_generic_to_global(p.records)) +
-           uint64_t{item.record} * Record<K>::kBytes;
+  __device__ __forceinline__ float bias_of_column(const PrepItem& item) const {
+    if (p.gate.kind == kGateNone) return 0;
+    return bias_of(p.gate, item.hv, this_thread() % K);
   }
-
-  /// Running sums of the warp's own tokens.
-  __device__ __forceinline__ void sum_own(float2 (&G)[kPairs][kTokens],
-                                          const PrepItem& item) const {
-    const int thread = this_thread();
-    const int first = thread / 32 * kTokens;
-    const int column = thread % 32 * (2 * kPairs);
-    load_gates(G, p.gate.g, item.g, item.rows, first, column);
-    sum_gates(G, p.gate, item.hv, item.rows - first, column);
+  __device__ __forceinline__ void put_bias(uint32_t turn, float bias) const {
+    const int column = this_thread();
+    if (column < K) shared.bias[turn % 2][column] = bias;
   }
 
   /// Phase 1.
-  __device__ __forceinline__ void decay(float2 (&G)[kPairs][kTokens], const PrepItem& item,
-                                        float* beta) const {
-    sum_own(G, item);
-    if (warp() == 0) load_beta(beta, p, item, this_thread());
-    const int thread = this_thread();
-    const int warp = thread / 32;
-    const int column = thread % 32 * (2 * kPairs);
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      put_pair(&shared.totals[warp][column + 2 * i], G[i][kTokens - 1]);
+  __device__ __forceinline__ void decay(uint32_t turn) const {
+    RawElement<float> beta{};
+    if (this_thread() < kChunk && this_thread() < item(turn).rows) {
+      beta = load_raw<float>(p.beta, item(turn).beta + this_thread() * p.beta.stride[1]);
     }
-    wait_for_copies<0>();
-    __syncwarp();
-    norm_rows(shared, p.qk_l2norm, warp * kTokens);
-    __syncthreads();
-    add_before(G, shared, this_thread() / 32, this_thread() % 32 * (2 * kPairs));
+    wait_for(&shared.loaded[warp()], turn % 2);
+    __syncwarp();  // zeros are other lanes' writes
+    norm_rows(shared, p.qk_l2norm, warp() * kTokens);
+    sum_gates(shared, p.gate, item(turn), shared.bias[turn % 2]);
+    const int row = this_thread();
+    if (row >= kChunk) return;
+    float x = 0;
+    if (row < item(turn).rows) {
+      x = convert<float>(beta, p.beta.dtype);
+      if (p.beta_sigmoid) x = p.beta_factor * sigmoid(x);
+    }
+    shared.beta[turn % 2][row] = x;
   }
 
   /// Phase 2.
-  __device__ __forceinline__ void tiles(const float2 (&G)[kPairs][kTokens],
-                                        const PrepItem& item) const {
+  __device__ __forceinline__ void tiles(uint32_t turn) const {
     const int thread = this_thread();
     const int warp = thread / 32;
-    const int first = warp * kTokens;
     const int column = thread % 32 * (2 * kPairs);
-    const uint64_t record = record_of(item);
-    if (warp == 0) write_decay(shared, record, column);
-    const bool has_far = warp < 2 ? write_tiles<Io, K, 0>(shared, record, G, first, column)
-                                  : write_tiles<Io, K, 1>(shared, record, G, first, column);
+    const uint64_t record = record_of(item(turn));
+    if (warp == 3) write_decay(shared, record, column);
+    const bool has_far = warp < 2 ? write_tiles<Io, K, 0>(shared, record, warp, column)
+                                  : write_tiles<Io, K, 1>(shared, record, warp, column);
     if (this_thread() == 0) shared.has_far = has_far;
   }
 
-  /// Rows of scores that are far. G is formed once more: kept until here, it would not fit into the
-  /// registers.
-  __device__ __forceinline__ void replace_far(const PrepItem& item, const float* beta) const {
-    const int thread = this_thread();
-    const int warp = thread / 32;
-    const int first = warp * kTokens;
-    const int column = thread % 32 * (2 * kPairs);
-    float2 G[kPairs][kTokens];
-    sum_own(G, item);
-    add_before(G, shared, warp, column);
-#pragma unroll
-    for (int t = 0; t < kTokens; ++t) {
-#pragma unroll
-      for (int i = 0; i < kPairs; ++i) {
-        put_pair(&shared.G()[first + t][column + 2 * i], G[i][t]);
+  /// Rows of scores that are far, from gates that are loaded and summed once more.
+  __device__ __forceinline__ void replace_far(const PrepItem& item, uint32_t turn) const {
+    const int lane = this_thread() % 32;
+    const int first = warp() * kTokens;
+    for (int row = first; row < first + kTokens; ++row) {
+      if (row >= item.rows) break;
+      const PrepRowBytes from = bytes_of<K>(p, item, 2, row);
+      std::byte* const to = row_in_shared(2, row);
+      for (uint32_t i = 4 * lane; i < from.bytes; i += 128) {
+        *reinterpret_cast<uint32_t*>(to + i) = *reinterpret_cast<const uint32_t*>(from.start + i);
       }
     }
+    const int column = lane * (2 * kPairs);
+    float2 before[kPairs];
+    sum_before(before, shared, warp(), column);
     __syncthreads();
-    replace_far_rows(shared, beta, p.records + uint64_t{item.record} * Record<K>::kBytes,
+    sum_gates(shared, p.gate, item, shared.bias[turn % 2]);
+    for (int row = first; row < first + kTokens; ++row) {
+      float2 G[kPairs];
+      load_pairs(G, shared.G(row) + column);
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) G[i] = G[i] + before[i];
+      put_pairs(shared.G(row) + column, G);
+    }
+    __syncthreads();
+    replace_far_rows(shared, shared.beta[turn % 2],
+                     p.records + uint64_t{item.record} * Record<K>::kBytes,
                      static_cast<const Io*>(p.q.data) + item.q, p.q.stride[1],
                      static_cast<const Io*>(p.k.data) + item.k, p.k.stride[1], item.rows);
+    publish_to_async_proxy();
     __syncthreads();
   }
 
@@ -407,57 +502,64 @@ struct PrepBlock {
         : "memory");
   }
 
-  /// Counts the warp's items. In shared memory, like what depends on it: 80 registers are full.
-  __device__ __forceinline__ uint32_t turn() const {
-    return *const_cast<const volatile uint32_t*>(&shared.turn[warp()]);
-  }
-  __device__ __forceinline__ PrepItem& item(uint32_t turn) const {
-    return shared.item[turn % PrepShared<Io, K>::kItems];
-  }
-  __device__ __forceinline__ float* beta() const { return shared.beta[turn() % 2]; }
-
-  /// Phases 1 to 3 of an item.
-  __device__ __forceinline__ void begin() const {
-    if (this_thread() == kPrepThreads - 1) {
-      find_item<Io, K>(item(turn() + 1), p, item(turn()).number + gridDim.x);
-    }
-    {
-      float2 G[kPairs][kTokens];
-      decay(G, item(turn()), beta());
-      if (item(turn() + 1).rows > 0) prefetch(item(turn() + 1));
-      tiles(G, item(turn()));
+  /// Finds the first two items and starts the loads of the first one; whether there is one.
+  __device__ __forceinline__ bool start() const {
+    if (p.ready != nullptr) clear_ready(p);
+    if (threadIdx.x == 0) {
+      for (uint64_t& barrier : shared.loaded) ptx::mbarrier_init(&barrier, 1);
+      ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+      find_item(shared.item[0], p, blockIdx.x);
+      shared.item[1].rows = 0;
+      if (shared.item[0].rows > 0) {
+        find_item(shared.item[1], p, uint64_t{shared.item[0].number} + gridDim.x);
+      }
     }
     __syncthreads();
-    compute_scores(shared, beta(), record_of(item(turn())), warp());
+    if (shared.item[0].rows == 0) return false;
+    load(shared.item[0]);
+    for (uint32_t turn = 0; turn < 2; ++turn) {
+      if (item(turn).rows > 0) put_bias(turn, bias_of_column(item(turn)));
+    }
     __syncthreads();
-    if (shared.has_far) replace_far(item(turn()), beta());
+    return true;
   }
 
   __device__ __forceinline__ void run() const {
-    if (p.ready != nullptr) clear_ready(p);
-    if (threadIdx.x == 0) find_item<Io, K>(shared.item[0], p, blockIdx.x);
-    if (threadIdx.x % 32 == 0) shared.turn[threadIdx.x / 32] = 0;
-    __syncthreads();
-    bool more = shared.item[0].rows > 0;
-    if (more) load(shared.item[0]);
-    while (more) {
-      begin();
-      more = item(turn() + 1).rows > 0;
-      if (more) load(item(turn() + 1));
-      if (turn() % Traits::kWarps == static_cast<uint32_t>(warp())) {
-        const PrepItem& done = item(turn());
-        write_solve(shared, beta(), record_of(done), p.split_beta);
-        if (p.ready != nullptr) publish(done);
+    if (!start()) return;
+    float bias = 0;  // of the item after the next
+    for (uint32_t turn = 0;; ++turn) {
+      decay(turn);
+      if (turn > 0) put_bias(turn + 1, bias);
+      __syncthreads();
+      tiles(turn);
+      __syncthreads();
+      compute_scores(shared, shared.beta[turn % 2], record_of(item(turn)), warp());
+      if (this_thread() == kPrepThreads - 1) {
+        item(turn + 2).rows = 0;
+        if (item(turn + 1).rows > 0) {
+          find_item(item(turn + 2), p, uint64_t{item(turn + 1).number} + gridDim.x);
+        }
       }
-      __syncwarp();
-      if (this_thread() % 32 == 0) ++shared.turn[warp()];
-      __syncwarp();
+      publish_to_async_proxy();
+      __syncthreads();
+      if (shared.has_far) replace_far(item(turn), turn);
+      const bool more = item(turn + 1).rows > 0;
+      if (more) load(item(turn + 1));
+      if (item(turn + 2).rows > 0) {
+        prefetch(item(turn + 2));
+        bias = bias_of_column(item(turn + 2));
+      }
+      if (turn % Traits::kWarps == static_cast<uint32_t>(warp())) {
+        write_solve(shared, shared.beta[turn % 2], record_of(item(turn)), p.split_beta);
+        if (p.ready != nullptr) publish(item(turn));
+      }
+      if (!more) return;
     }
   }
 };
 
 template <class Io, int K>
-__global__ void __launch_bounds__(kPrepThreads, kIsBf16<Io> ? kPrepBlocksPerSm : 2)
+__global__ void __launch_bounds__(kPrepThreads, kIsBf16<Io> ? 6 : 2)
     sm90_chunk_fwd_prep(const __grid_constant__ PrepParams p) {
   PrepBlock<Io, K>{p, *shared_memory<PrepShared<Io, K>>()}.run();
 }

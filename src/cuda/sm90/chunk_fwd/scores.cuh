@@ -46,27 +46,39 @@ struct PrepTraits {
   static constexpr int kPairs = K / 64;
   // Rows 16 bytes apart modulo 128 (32 for fp32): fragment reads touch all banks.
   static constexpr int kStride = K + 8;
+  /// Of rows that hold G' in fp32, then the tiles `down` and, if they are bf16, `cross`.
+  static constexpr int kDecayBytes = 4 * K + (kIsBf16<Io> ? 16 : 32);
+  static constexpr int kDecayStride = kDecayBytes / static_cast<int>(sizeof(Tile));
   static_assert(sizeof(Io) == 2 && (K == 64 || K == 128) && 2 * kTokens == kBlock);
 };
 
-/// q, k as loaded; bf16 tiles replace them in place.
+/// q, k as loaded, and scaled; bf16 tiles take the place of what was loaded.
 template <class Io, int K, bool Bf16 = kIsBf16<Io>>
 struct PrepTiles {
   static constexpr int kStride = PrepTraits<Io, K>::kStride;
+  static constexpr int kDecayStride = PrepTraits<Io, K>::kDecayStride;
   alignas(16) Io q[kChunk][kStride];
   alignas(16) Io k[kChunk][kStride];
-  __device__ Io (&raw_q())[kChunk][kStride] { return q; }
-  __device__ Io (&raw_k())[kChunk][kStride] { return k; }
+  alignas(16) unsigned char decay[kChunk][PrepTraits<Io, K>::kDecayBytes];
+  __device__ Io (*raw_q())[kStride] { return q; }
+  __device__ Io (*raw_k())[kStride] { return k; }
+  __device__ Io (*cross())[kDecayStride] {
+    return reinterpret_cast<Io(*)[kDecayStride]>(&decay[0][2 * K]);
+  }
 };
 template <class Io, int K>
 struct PrepTiles<Io, K, false> {
   static constexpr int kStride = PrepTraits<Io, K>::kStride;
+  static constexpr int kDecayStride = PrepTraits<Io, K>::kDecayStride;
   alignas(16) float q[kChunk][kStride];
   alignas(16) float k[kChunk][kStride];
   alignas(16) Io loaded_q[kChunk][kStride];
   alignas(16) Io loaded_k[kChunk][kStride];
-  __device__ Io (&raw_q())[kChunk][kStride] { return loaded_q; }
-  __device__ Io (&raw_k())[kChunk][kStride] { return loaded_k; }
+  alignas(16) unsigned char decay[kChunk][PrepTraits<Io, K>::kDecayBytes];
+  alignas(16) float cross_rows[kBlock][kDecayStride];
+  __device__ Io (*raw_q())[kStride] { return loaded_q; }
+  __device__ Io (*raw_k())[kStride] { return loaded_k; }
+  __device__ float (*cross())[kDecayStride] { return cross_rows; }
 };
 
 /// What a block works on, and where it begins: offsets of the first token in elements.
@@ -76,31 +88,31 @@ struct PrepItem {
   uint32_t hv;
   int32_t rows;
   uint32_t number;
+  FastGate gate;
 };
 
 template <class Io, int K>
 struct PrepShared {
   using Traits = PrepTraits<Io, K>;
   using Tile = typename Traits::Tile;
+  /// One is being solved, one worked on, one loaded, one sought.
+  static constexpr int kItems = 4;
+
   PrepTiles<Io, K> rows;
-  alignas(16) Tile down[kChunk][Traits::kStride];
-  alignas(16) Tile cross[kBlock][Traits::kStride];
   /// -beta k k^T below the diagonal: the diagonal blocks transposed. Then their inverses.
   alignas(16) float N[kChunk][kScoreStride];
   alignas(16) float totals[Traits::kWarps][K];  ///< sums of the warps' decays
+  alignas(16) float bias[2][K];                 ///< of the gates of this item and the next
   float2 norm[kChunk];                          ///< 1 / |q|, 1 / |k|
   float beta[2][kChunk];                        ///< of this item and the next
-  /// The last one is still being solved while the one after the next is sought.
-  static constexpr int kItems = 4;
+  uint64_t loaded[Traits::kWarps];              ///< mbarriers: a warp's q, k, g are there
   PrepItem item[kItems];
-  uint32_t turn[Traits::kWarps];
   bool has_far;
 
-  /// G' of rows that are far, over the tiles that scores no longer need.
-  __device__ float (&G())[kChunk][Traits::kStride] {
-    static_assert(sizeof(rows) >= sizeof(float) * kChunk * Traits::kStride);
-    return reinterpret_cast<float(&)[kChunk][Traits::kStride]>(rows);
+  __device__ Tile (*down())[Traits::kDecayStride] {
+    return reinterpret_cast<Tile(*)[Traits::kDecayStride]>(rows.decay);
   }
+  __device__ float* G(int row) { return reinterpret_cast<float*>(rows.decay[row]); }
 };
 
 /// A column pair of a row in shared memory.
@@ -119,6 +131,12 @@ __device__ __forceinline__ void put_pair(__nv_bfloat16* to, float2 x) {
 __device__ __forceinline__ void put_pair(float* to, float2 x) {
   *reinterpret_cast<float2*>(to) = x;
 }
+
+/// N words, aligned together: one access.
+template <int N>
+struct alignas(4 * N) Words {
+  uint32_t word[N];
+};
 
 /// Stores words into the record.
 __device__ __forceinline__ void store_global(uint64_t address, Words<1> x) {
@@ -160,11 +178,11 @@ __device__ __forceinline__ uint32_t column_fragment(const T (*rows)[Stride]) {
 }
 
 /// q += (rows of q)(columns)^T and k likewise, 16 x 16: [columns 0..7 or 8..15][fragment].
-template <int K, bool HasQ, bool HasK, int Stride>
+template <int K, bool HasQ, bool HasK, int Stride, int ColumnStride>
 __device__ __forceinline__ void add_block(float (&q)[2][4], float (&k)[2][4],
                                           const __nv_bfloat16 (*q_rows)[Stride],
                                           const __nv_bfloat16 (*k_rows)[Stride],
-                                          const __nv_bfloat16 (*columns)[Stride]) {
+                                          const __nv_bfloat16 (*columns)[ColumnStride]) {
   const uint32_t at_q = row_fragment(q_rows);
   const uint32_t at_k = row_fragment(k_rows);
   const uint32_t at_column = column_fragment(columns);
@@ -187,11 +205,11 @@ __device__ __forceinline__ void add_block(float (&q)[2][4], float (&k)[2][4],
 }
 
 /// The same in tf32. Lanes take the columns in pairs: the sum does not care for their order.
-template <int K, bool HasQ, bool HasK, int Stride>
+template <int K, bool HasQ, bool HasK, int Stride, int ColumnStride>
 __device__ __forceinline__ void add_block(float (&q)[2][4], float (&k)[2][4],
                                           const float (*q_rows)[Stride],
                                           const float (*k_rows)[Stride],
-                                          const float (*columns)[Stride]) {
+                                          const float (*columns)[ColumnStride]) {
   const int lane = this_thread() % 32;
   const auto add = [&](float(&x)[2][4], const float(*rows)[Stride]) {
 #pragma unroll 4
@@ -269,14 +287,15 @@ __device__ __forceinline__ void compute_scores(PrepShared<Io, K>& shared, const 
   float k[2][4] = {};
   if (warp < 2) {
     const int row0 = warp * kBlock;
-    add_block<K, true, true>(q, k, shared.rows.q + row0, shared.rows.k + row0, shared.down + row0);
+    add_block<K, true, true>(q, k, shared.rows.q + row0, shared.rows.k + row0,
+                             shared.down() + row0);
     put_scores<Io, K>(record, q, row0, row0, true);
     put_N(shared, beta, k, row0, row0, true);
   } else if (warp == 2) {
-    add_block<K, true, false>(q, k, shared.rows.q + kBlock, shared.rows.k, shared.cross);
+    add_block<K, true, false>(q, k, shared.rows.q + kBlock, shared.rows.k, shared.rows.cross());
     put_scores<Io, K>(record, q, kBlock, 0, false);
   } else {
-    add_block<K, false, true>(q, k, shared.rows.q, shared.rows.k + kBlock, shared.cross);
+    add_block<K, false, true>(q, k, shared.rows.q, shared.rows.k + kBlock, shared.rows.cross());
     put_N(shared, beta, k, kBlock, 0, false);
     const int lane = this_thread() % 32;
     const int offset = square_offset(lane / 2, kBlock + lane % 2 * 8);
@@ -291,7 +310,7 @@ __device__ float2 pair_scores(PrepShared<Io, K>& shared, const Io* q, const Io* 
                               int i, int j) {
   float2 sum{0, 0};
   for (int c = 2 * (this_thread() % 32); c < K; c += 64) {
-    const float2 decay = exp2_pair(pair_at(shared.G()[i], c) - pair_at(shared.G()[j], c));
+    const float2 decay = exp2_pair(pair_at(shared.G(i), c) - pair_at(shared.G(j), c));
     const float2 y = pair_at(column, c) * decay;
     const float2 x = pair_at(q, c) * y;
     const float2 z = pair_at(k, c) * y;
@@ -314,7 +333,7 @@ __device__ void replace_far_rows(PrepShared<Io, K>& shared, const float* beta, s
   const int lane = this_thread() % 32;
   for (int i = this_thread() / 32; i < kChunk; i += kPrepThreads / 32) {
     bool far = false;
-    for (int c = lane; c < K; c += 32) far = far || shared.G()[i][c] < -kFarBlock;
+    for (int c = lane; c < K; c += 32) far = far || shared.G(i)[c] < -kFarBlock;
     if (!__any_sync(~0u, far)) continue;
     for (int j = i / kBlock * kBlock; j <= i; ++j) {
       float2 entry{0, 0};
