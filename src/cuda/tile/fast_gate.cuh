@@ -62,10 +62,16 @@ __device__ __forceinline__ float bias_of(const GateParams& params, int64_t hv, i
   return bias.data ? load<float>(bias, hv * bias.stride[0] + column * bias.stride[1]) : 0;
 }
 
-/// The larger one, NaN if either is.
+/// The larger or smaller one, NaN if either is.
 __device__ __forceinline__ float max_or_nan(float x, float y) {
   float z;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+
+__device__ __forceinline__ float min_or_nan(float x, float y) {
+  float z;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
   return z;
 }
 
@@ -98,9 +104,12 @@ __device__ __forceinline__ float2 both_sigmoids(float x) {
 
 /// Of the gates behind: `decay` is not clamped, the call is.
 struct FastSoftplusGate {
+  /// log2(1 + 2^y).
+  static __device__ __forceinline__ float shape(float y) {
+    return max_or_nan(y, 0) + log2_1p(exp2_of(-fabsf(y)));
+  }
   static __device__ __forceinline__ float decay(const FastGate& gate, float z) {
-    z *= kLog2E;
-    return -gate.slope * (max_or_nan(z, 0) + log2_1p(exp2_of(-fabsf(z))));
+    return -gate.slope * shape(z * kLog2E);
   }
   __device__ __forceinline__ float operator()(const FastGate& gate, float z) const {
     return clamp_log2(decay(gate, z));
@@ -138,8 +147,11 @@ __device__ __forceinline__ GateGradient<float> bounded_gradient(const FastGate& 
 }
 
 struct FastBoundedGate {
+  static __device__ __forceinline__ float shape(const FastGate& gate, float z) {
+    return reciprocal_of(1 + exp2_of(-gate.slope * z));
+  }
   static __device__ __forceinline__ float decay(const FastGate& gate, float z) {
-    return -kLog2E * gate.scale * reciprocal_of(1 + exp2_of(-gate.slope * z));
+    return -kLog2E * gate.scale * shape(gate, z);
   }
   __device__ __forceinline__ float operator()(const FastGate& gate, float z) const {
     return clamp_log2(decay(gate, z));

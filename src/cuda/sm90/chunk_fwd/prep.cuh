@@ -39,45 +39,61 @@ namespace kda::cuda::sm90 {
 
 namespace ptx = ::cuda::ptx;
 
-struct PrepRow {
-  uint32_t row;  ///< of the chunk
+/// The chunk, its row and the value head of a number: first chunks of all sequences first, heads
+/// fastest; rows of the chunk table for packed sequences.
+struct PrepPlace {
+  Chunk chunk;
+  uint32_t row;
   uint32_t hv;
 };
-
-/// The chunk row and value head of an item: first chunks of all sequences first, heads fastest;
-/// rows of the chunk table for packed sequences.
-__device__ __forceinline__ PrepRow row_of(const Sequences& s, uint32_t heads, uint32_t number) {
-  const uint32_t row = number / heads;
-  const uint32_t hv = number - row * heads;
-  if (s.cu.data) return {row, hv};
+__device__ __forceinline__ PrepPlace place_of(const Sequences& s, uint32_t heads, uint32_t number) {
+  PrepPlace place;
+  place.row = number / heads;
+  place.hv = number - place.row * heads;
+  if (s.cu.data) {
+    place.chunk = chunk_of(s, place.row);
+    return place;
+  }
   const auto batches = static_cast<uint32_t>(s.count);
-  const uint32_t chunk = row / batches;
-  return {(row - chunk * batches) * static_cast<uint32_t>(s.chunks_per_row) + chunk, hv};
+  const uint32_t chunk = place.row / batches;
+  const uint32_t batch = place.row - chunk * batches;
+  place.row = batch * static_cast<uint32_t>(s.chunks_per_row) + chunk;
+  place.chunk.batch = batch;
+  place.chunk.begin = int64_t{chunk} * kChunk;
+  const int64_t rest = s.T - place.chunk.begin;
+  place.chunk.rows = static_cast<int32_t>(rest < kChunk ? rest : kChunk);
+  return place;
+}
+
+/// q, k, g, beta.
+__device__ __forceinline__ const Tensor& input_of(const PrepParams& p, int input) {
+  return input == 0 ? p.q : (input == 1 ? p.k : (input == 2 ? p.gate.g : p.beta));
 }
 
 /// The item of a number, or the first one after it in the block's steps that has rows; rows == 0:
-/// there is none. One thread finds it for all.
+/// there is none. One warp finds it for all, an input a lane.
 __device__ __forceinline__ void find_item(PrepItem& item, const PrepParams& p, uint64_t number) {
-  const Sequences& s = p.sequences;
+  const int lane = this_thread() % 32;
   const auto heads = static_cast<uint32_t>(p.heads.HV);
-  item.rows = 0;
-  for (; number < static_cast<uint64_t>(s.chunk_rows) * heads; number += gridDim.x) {
-    const auto small = static_cast<uint32_t>(number);
-    const PrepRow at = row_of(s, heads, small);
-    const Chunk chunk = small_chunk_of(s, at.row);
-    if (chunk.rows == 0) continue;
-    item.number = small;
-    item.rows = chunk.rows;
-    item.hv = at.hv;
-    item.record = at.row * heads + at.hv;
-    item.gate = fast_gate_of(p.gate, at.hv);
-    const int64_t head = at.hv / static_cast<uint32_t>(p.heads.group);
-    item.q = token_offset(p.q, chunk.batch, chunk.begin, head);
-    item.k = token_offset(p.k, chunk.batch, chunk.begin, head);
-    item.g = token_offset(p.gate.g, chunk.batch, chunk.begin, at.hv);
-    item.beta = token_offset(p.beta, chunk.batch, chunk.begin, at.hv);
-    return;
+  int32_t rows = 0;
+  for (; number < static_cast<uint64_t>(p.sequences.chunk_rows) * heads; number += gridDim.x) {
+    const PrepPlace at = place_of(p.sequences, heads, static_cast<uint32_t>(number));
+    rows = at.chunk.rows;
+    if (rows == 0) continue;
+    const FastGate gate = fast_gate_of(p.gate, at.hv);
+    const uint32_t head = lane < 2 ? at.hv / static_cast<uint32_t>(p.heads.group) : at.hv;
+    if (lane < 4) {
+      item.offset[lane] = token_offset(input_of(p, lane), at.chunk.batch, at.chunk.begin, head);
+    }
+    if (lane == 0) {
+      item.number = static_cast<uint32_t>(number);
+      item.hv = at.hv;
+      item.record = at.row * heads + at.hv;
+      item.gate = gate;
+    }
+    break;
   }
+  if (lane == 0) item.rows = rows;
 }
 
 /// Clears the flags of this block's items and lets the next launch start.
@@ -86,7 +102,7 @@ __device__ __forceinline__ void clear_ready(const PrepParams& p) {
   const uint64_t count = static_cast<uint64_t>(p.sequences.chunk_rows) * heads;
   for (uint64_t number = blockIdx.x + uint64_t{threadIdx.x} * gridDim.x; number < count;
        number += uint64_t{kPrepThreads} * gridDim.x) {
-    const PrepRow at = row_of(p.sequences, heads, static_cast<uint32_t>(number));
+    const PrepPlace at = place_of(p.sequences, heads, static_cast<uint32_t>(number));
     p.ready[at.row * heads + at.hv] = 0;
   }
   __threadfence();
@@ -98,18 +114,18 @@ __device__ __forceinline__ bool is_wide(const Tensor& t) {
   return t.dtype != kBFloat16 && t.dtype != kFloat16;
 }
 
-/// A row of the warp's q (which == 0), k (1) or g (2) in memory, and its bytes.
+/// A row of the warp's q, k or g in memory, and its bytes.
 struct PrepRowBytes {
   const std::byte* start;
   uint32_t bytes;
 };
 template <int K>
 __device__ __forceinline__ PrepRowBytes bytes_of(const PrepParams& p, const PrepItem& item,
-                                                 int which, int row) {
-  const Tensor& t = which == 0 ? p.q : (which == 1 ? p.k : p.gate.g);
-  const int64_t offset = which == 0 ? item.q : (which == 1 ? item.k : item.g);
-  const uint32_t size = which == 2 && is_wide(t) ? 4 : 2;
-  return {static_cast<const std::byte*>(t.data) + (offset + row * t.stride[1]) * size, K * size};
+                                                 int input, int row) {
+  const Tensor& t = input_of(p, input);
+  const uint32_t size = is_wide(t) ? 4 : 2;
+  return {static_cast<const std::byte*>(t.data) + (item.offset[input] + row * t.stride[1]) * size,
+          K * size};
 }
 
 /// 1 / |row| of the warp's rows of q and k: the diagonals of q q^T and k k^T.
@@ -178,36 +194,86 @@ __device__ __forceinline__ void load_pairs(float2 (&x)[PAIRS], const float* row)
   }
 }
 
-/// The raw gates of the warp's rows, in place, -> the running sums of their log2 decays, of which
+/// A log2 decay as -scale min(shape, limit): multiplied where it is summed, it costs an instruction
+/// less. bias: times bias_factor.
+template <class Kind>
+struct SummedGate {
+  static constexpr float bias_factor = 1;
+  const FastGate& gate;
+  __device__ __forceinline__ float scale() const { return 1; }
+  __device__ __forceinline__ float shape(float raw, float bias) const {
+    return -Kind::decay(gate, raw + bias);
+  }
+};
+template <>
+struct SummedGate<FastSoftplusGate> {
+  static constexpr float bias_factor = kLog2E;
+  const FastGate& gate;
+  __device__ __forceinline__ float scale() const { return gate.slope; }
+  __device__ __forceinline__ float shape(float raw, float bias) const {
+    return FastSoftplusGate::shape(fmaf(raw, kLog2E, bias));
+  }
+};
+template <>
+struct SummedGate<FastBoundedGate> {
+  static constexpr float bias_factor = 1;
+  const FastGate& gate;
+  __device__ __forceinline__ float scale() const { return kLog2E * gate.scale; }
+  __device__ __forceinline__ float shape(float raw, float bias) const {
+    return FastBoundedGate::shape(gate, raw + bias);
+  }
+};
+struct SummedNoGate {
+  static constexpr float bias_factor = 0;
+  __device__ __forceinline__ float scale() const { return kLog2E; }
+  __device__ __forceinline__ float shape(float g, float) const { return -g; }
+};
+
+/// The raw gates of the warp's rows, in place, -> the running sums of their log2 decays, of input
 /// `rows` exist. 16-bit gates lie in the second half of a row.
-template <class Io, int K, class Value>
+template <class Io, int K, class Gate>
 __device__ __forceinline__ void sum_rows(PrepShared<Io, K>& shared, int32_t dtype, int rows,
-                                         const float* bias_row, Value value) {
+                                         const float* bias_row, Gate gate) {
   constexpr int kPairs = K / 64;
+  constexpr int kAtOnce = 2;
+  constexpr int kRowBytes = PrepTraits<Io, K>::kDecayBytes;
   const int thread = this_thread();
   const int warp = thread / 32;
   const int column = thread % 32 * (2 * kPairs);
+  rows -= 8 * warp;
+  const float scale = gate.scale();
+  const float limit = -kLogFloor2 / scale;
   float2 bias[kPairs];
   float2 sum[kPairs] = {};
   load_pairs(bias, bias_row + column);
+#pragma unroll
+  for (float2& x : bias) x = x * Gate::bias_factor;
   unsigned char* row = shared.rows.decay[8 * warp];
-#pragma unroll 2
-  for (int t = 0; t < 8; ++t, row += PrepTraits<Io, K>::kDecayBytes) {
-    float2 z[kPairs];
-    if (dtype == kBFloat16) {
-      load_pairs(z, reinterpret_cast<const __nv_bfloat16*>(row) + K + column);
-    } else if (dtype == kFloat16) {
-      load_pairs(z, reinterpret_cast<const __half*>(row) + K + column);
-    } else {
-      load_pairs(z, reinterpret_cast<const float*>(row) + column);
+#pragma unroll 1
+  for (int t = 0; t < 8; t += kAtOnce, row += kAtOnce * kRowBytes) {
+    float2 z[kAtOnce][kPairs];
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      const unsigned char* const from = row + u * kRowBytes;
+      if (dtype == kBFloat16) {
+        load_pairs(z[u], reinterpret_cast<const __nv_bfloat16*>(from) + K + column);
+      } else if (dtype == kFloat16) {
+        load_pairs(z[u], reinterpret_cast<const __half*>(from) + K + column);
+      } else {
+        load_pairs(z[u], reinterpret_cast<const float*>(from) + column);
+      }
     }
     __syncwarp();  // other lanes' gates lie where this one's sums go
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      const float2 d{value(z[i].x + bias[i].x), value(z[i].y + bias[i].y)};
-      if (t < rows - 8 * warp) sum[i] = {sum[i].x + d.x, sum[i].y + d.y};
+    for (int u = 0; u < kAtOnce; ++u) {
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        const float x = min_or_nan(gate.shape(z[u][i].x, bias[i].x), limit);
+        const float y = min_or_nan(gate.shape(z[u][i].y, bias[i].y), limit);
+        if (t + u < rows) sum[i] = {fmaf(-scale, x, sum[i].x), fmaf(-scale, y, sum[i].y)};
+      }
+      put_pairs(reinterpret_cast<float*>(row + u * kRowBytes) + column, sum);
     }
-    put_pairs(reinterpret_cast<float*>(row) + column, sum);
   }
   put_pairs(&shared.totals[warp][column], sum);
 }
@@ -217,12 +283,12 @@ __device__ __forceinline__ void sum_gates(PrepShared<Io, K>& shared, const GateP
                                           const PrepItem& item, const float* bias) {
   const int32_t dtype = params.g.dtype;
   if (params.kind == kGateNone) {
-    sum_rows(shared, dtype, item.rows, bias, [](float g) { return fast_no_gate(g); });
+    sum_rows(shared, dtype, item.rows, bias, SummedNoGate{});
     return;
   }
   const FastGate gate = item.gate;
-  with_gate(params, gate, [&](auto value) {
-    sum_rows(shared, dtype, item.rows, bias, [&](float z) { return value(gate, z); });
+  with_gate(params, gate, [&]<class Kind>(Kind) {
+    sum_rows(shared, dtype, item.rows, bias, SummedGate<Kind>{gate});
   });
 }
 
@@ -263,6 +329,7 @@ __device__ __forceinline__ bool write_tiles(PrepShared<Io, K>& shared, uint64_t 
                                             int column) {
   using R = Record<K>;
   constexpr int kPairs = K / 64;
+  constexpr int kAtOnce = 2;
   constexpr bool kSame = kOf == 0 && kIsBf16<Io>;  // tiles and record hold the same rows
   float2 factor[2][kPairs];
   bool far[2];
@@ -281,65 +348,75 @@ __device__ __forceinline__ bool write_tiles(PrepShared<Io, K>& shared, uint64_t 
   const auto place = static_cast<uint32_t>(first * kPanelRowBytes + column % 64 * 2);
   uint64_t read = record + (R::kRead + column / 64 * (2 * kChunk * kPanelRowBytes)) + place;
   uint64_t update = record + (R::kUpdate + column / 64 * (kChunk * kPanelRowBytes)) + place;
-#pragma unroll 2
-  for (int t = 0; t < 8; ++t, read += kPanelRowBytes, update += kPanelRowBytes) {
-    const int row = first + t;
-    const float2 norm = shared.norm[row];
-    float2 G[kPairs];
-    float2 q[kPairs];
-    float2 k[kPairs];
-    float2 last[kPairs];
-    load_pairs(G, shared.G(row) + column);
-    load_pairs(q, &shared.rows.raw_q()[row][column]);
-    load_pairs(k, &shared.rows.raw_k()[row][column]);
+#pragma unroll 1
+  for (int t = 0; t < 8; t += kAtOnce) {
+    float2 G[kAtOnce][kPairs];
+    float2 qs[kAtOnce][kPairs];
+    float2 ks[kAtOnce][kPairs];
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      load_pairs(G[u], shared.G(first + t + u) + column);
+      load_pairs(qs[u], &shared.rows.raw_q()[first + t + u][column]);
+      load_pairs(ks[u], &shared.rows.raw_k()[first + t + u][column]);
+    }
     __syncwarp();  // tiles take the place of other lanes' sums
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      G[i] = G[i] + before[i];
-      k[i] = k[i] * norm.y;
-      last[i] = k[i] * exp2_pair(-G[i]);
-    }
-    put_pairs(&shared.down()[row][column], last);
-    if (far[kOf]) {  // 2^-G' may be infinite
-      sum_block(last, shared, kOf, column);
-#pragma unroll
-      for (int i = 0; i < kPairs; ++i) last[i] = k[i] * exp2_pair(last[i] - G[i]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kPairs; ++i) last[i] = last[i] * factor[kOf][i];
-    }
-    if constexpr (kOf == 0) {
-      put_pairs(&shared.rows.cross()[row][column], last);
-#pragma unroll
-      for (int i = 0; i < kPairs; ++i) last[i] = last[i] * factor[1][i];
-    }
-    const auto swizzle = static_cast<uint64_t>(t << 4);
-    store_global(update ^ swizzle, pack_pairs<Io>(last));
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      const float2 up = exp2_pair(G[i]);
-      q[i] = q[i] * norm.x * up;
-      k[i] = k[i] * up;
-    }
-    if constexpr (!kSame) {
-      put_pairs(&shared.rows.q[row][column], q);
-      put_pairs(&shared.rows.k[row][column], k);
-    }
-    if constexpr (kOf == 1) {
+    for (int u = 0; u < kAtOnce; ++u) {
+      const int row = first + t + u;
+      const float2 norm = shared.norm[row];
+      float2(&q)[kPairs] = qs[u];
+      float2(&k)[kPairs] = ks[u];
+      float2 last[kPairs];
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
-        q[i] = q[i] * factor[0][i];
-        k[i] = k[i] * factor[0][i];
+        G[u][i] = G[u][i] + before[i];
+        k[i] = k[i] * norm.y;
+        last[i] = k[i] * exp2_pair(-G[u][i]);
       }
+      put_pairs(&shared.down()[row][column], last);
+      if (far[kOf]) {  // 2^-G' may be infinite
+        sum_block(last, shared, kOf, column);
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) last[i] = k[i] * exp2_pair(last[i] - G[u][i]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) last[i] = last[i] * factor[kOf][i];
+      }
+      if constexpr (kOf == 0) {
+        put_pairs(&shared.rows.cross()[row][column], last);
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) last[i] = last[i] * factor[1][i];
+      }
+      const auto swizzle = static_cast<uint64_t>((t + u) << 4);
+      store_global((update ^ swizzle) + u * kPanelRowBytes, pack_pairs<Io>(last));
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        const float2 up = exp2_pair(G[u][i]);
+        q[i] = q[i] * norm.x * up;
+        k[i] = k[i] * up;
+      }
+      if constexpr (!kSame) {
+        put_pairs(&shared.rows.q[row][column], q);
+        put_pairs(&shared.rows.k[row][column], k);
+      }
+      if constexpr (kOf == 1) {
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) {
+          q[i] = q[i] * factor[0][i];
+          k[i] = k[i] * factor[0][i];
+        }
+      }
+      const Words<kPairs> qe = pack_pairs<Io>(q);
+      const Words<kPairs> ke = pack_pairs<Io>(k);
+      if constexpr (kSame) {
+        *reinterpret_cast<Words<kPairs>*>(&shared.rows.q[row][column]) = qe;
+        *reinterpret_cast<Words<kPairs>*>(&shared.rows.k[row][column]) = ke;
+      }
+      store_global((read ^ swizzle) + u * kPanelRowBytes, ke);
+      store_global((read ^ swizzle) + (u + kChunk) * kPanelRowBytes, qe);
     }
-    const Words<kPairs> qe = pack_pairs<Io>(q);
-    const Words<kPairs> ke = pack_pairs<Io>(k);
-    if constexpr (kSame) {
-      *reinterpret_cast<Words<kPairs>*>(&shared.rows.q[row][column]) = qe;
-      *reinterpret_cast<Words<kPairs>*>(&shared.rows.k[row][column]) = ke;
-    }
-    store_global(read ^ swizzle, ke);
-    store_global((read ^ swizzle) + kChunk * kPanelRowBytes, qe);
+    read += kAtOnce * kPanelRowBytes;
+    update += kAtOnce * kPanelRowBytes;
   }
   return far[0] || far[1];
 }
@@ -379,9 +456,9 @@ struct PrepBlock {
     return static_cast<uint64_t>(__cvta_generic_to_global(p.records)) +
            uint64_t{item.record} * Record<K>::kBytes;
   }
-  __device__ __forceinline__ std::byte* row_in_shared(int which, int row) const {
-    if (which == 0) return reinterpret_cast<std::byte*>(shared.rows.raw_q()[row]);
-    if (which == 1) return reinterpret_cast<std::byte*>(shared.rows.raw_k()[row]);
+  __device__ __forceinline__ std::byte* row_in_shared(int input, int row) const {
+    if (input == 0) return reinterpret_cast<std::byte*>(shared.rows.raw_q()[row]);
+    if (input == 1) return reinterpret_cast<std::byte*>(shared.rows.raw_k()[row]);
     return reinterpret_cast<std::byte*>(shared.rows.decay[row]) + (is_wide(p.gate.g) ? 0 : 2 * K);
   }
 
@@ -390,7 +467,7 @@ struct PrepBlock {
     const int thread = this_thread();
     const int lane = thread % 32;
     const int row = thread / 32 * kTokens + lane % kTokens;
-    const int which = lane / kTokens;
+    const int input = lane / kTokens;
     uint64_t* const barrier = &shared.loaded[thread / 32];
     const int left = item.rows - thread / 32 * kTokens;
     if (lane == 0) {
@@ -399,9 +476,9 @@ struct PrepBlock {
                                      rows * K * (is_wide(p.gate.g) ? 8 : 6));
     }
     __syncwarp();
-    if (which == 3) return;
-    const PrepRowBytes from = bytes_of<K>(p, item, which, row);
-    std::byte* const to = row_in_shared(which, row);
+    if (input == 3) return;
+    const PrepRowBytes from = bytes_of<K>(p, item, input, row);
+    std::byte* const to = row_in_shared(input, row);
     if (row < item.rows) {
       ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, to, from.start, from.bytes,
                          barrier);
@@ -414,9 +491,9 @@ struct PrepBlock {
   __device__ __forceinline__ void prefetch(const PrepItem& item) const {
     const int thread = this_thread();
     const int row = thread / 32 * kTokens + thread % kTokens;
-    const int which = thread % 32 / kTokens;
-    if (which == 3 || row >= item.rows) return;
-    const PrepRowBytes from = bytes_of<K>(p, item, which, row);
+    const int input = thread % 32 / kTokens;
+    if (input == 3 || row >= item.rows) return;
+    const PrepRowBytes from = bytes_of<K>(p, item, input, row);
     prefetch_L2(from.start, from.bytes);
   }
 
@@ -433,7 +510,7 @@ struct PrepBlock {
   __device__ __forceinline__ void decay(uint32_t turn) const {
     RawElement<float> beta{};
     if (this_thread() < kChunk && this_thread() < item(turn).rows) {
-      beta = load_raw<float>(p.beta, item(turn).beta + this_thread() * p.beta.stride[1]);
+      beta = load_raw<float>(p.beta, item(turn).offset[3] + this_thread() * p.beta.stride[1]);
     }
     wait_for(&shared.loaded[warp()], turn % 2);
     __syncwarp();  // zeros are other lanes' writes
@@ -488,8 +565,8 @@ struct PrepBlock {
     __syncthreads();
     replace_far_rows(shared, shared.beta[turn % 2],
                      p.records + uint64_t{item.record} * Record<K>::kBytes,
-                     static_cast<const Io*>(p.q.data) + item.q, p.q.stride[1],
-                     static_cast<const Io*>(p.k.data) + item.k, p.k.stride[1], item.rows);
+                     static_cast<const Io*>(p.q.data) + item.offset[0], p.q.stride[1],
+                     static_cast<const Io*>(p.k.data) + item.offset[1], p.k.stride[1], item.rows);
     publish_to_async_proxy();
     __syncthreads();
   }
@@ -502,17 +579,28 @@ struct PrepBlock {
         : "memory");
   }
 
+  /// Finds the item after the next one.
+  __device__ __forceinline__ void find_after(uint32_t turn) const {
+    const PrepItem& next = item(turn + 1);
+    PrepItem& found = item(turn + 2);
+    if (next.rows > 0) {
+      find_item(found, p, uint64_t{next.number} + gridDim.x);
+    } else {
+      found.rows = 0;
+    }
+  }
+
   /// Finds the first two items and starts the loads of the first one; whether there is one.
   __device__ __forceinline__ bool start() const {
     if (p.ready != nullptr) clear_ready(p);
-    if (threadIdx.x == 0) {
-      for (uint64_t& barrier : shared.loaded) ptx::mbarrier_init(&barrier, 1);
-      ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
-      find_item(shared.item[0], p, blockIdx.x);
-      shared.item[1].rows = 0;
-      if (shared.item[0].rows > 0) {
-        find_item(shared.item[1], p, uint64_t{shared.item[0].number} + gridDim.x);
+    if (threadIdx.x < 32) {
+      if (threadIdx.x == 0) {
+        for (uint64_t& barrier : shared.loaded) ptx::mbarrier_init(&barrier, 1);
+        ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
       }
+      find_item(shared.item[0], p, blockIdx.x);
+      __syncwarp();
+      find_after(~0u);
     }
     __syncthreads();
     if (shared.item[0].rows == 0) return false;
@@ -534,12 +622,7 @@ struct PrepBlock {
       tiles(turn);
       __syncthreads();
       compute_scores(shared, shared.beta[turn % 2], record_of(item(turn)), warp());
-      if (this_thread() == kPrepThreads - 1) {
-        item(turn + 2).rows = 0;
-        if (item(turn + 1).rows > 0) {
-          find_item(item(turn + 2), p, uint64_t{item(turn + 1).number} + gridDim.x);
-        }
-      }
+      if (warp() == 3) find_after(turn);
       publish_to_async_proxy();
       __syncthreads();
       if (shared.has_far) replace_far(item(turn), turn);

@@ -83,7 +83,7 @@ struct PrepTiles<Io, K, false> {
 
 /// What a block works on, and where it begins: offsets of the first token in elements.
 struct PrepItem {
-  int64_t q, k, g, beta;
+  int64_t offset[4];  ///< of q, k, g, beta
   uint32_t record;
   uint32_t hv;
   int32_t rows;
