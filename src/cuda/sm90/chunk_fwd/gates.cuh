@@ -26,6 +26,7 @@ __device__ __forceinline__ Chunk small_chunk_of(const Sequences& s, uint32_t row
 __device__ __forceinline__ int this_thread() {
   int x;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  __builtin_assume(x >= 0 && x < kPrepThreads);
   return x;
 }
 

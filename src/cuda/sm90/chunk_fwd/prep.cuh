@@ -28,16 +28,12 @@
 // (26112); N 4608; totals 2048; norms, beta 512 = 37632 (85504) bytes.
 #pragma once
 
-#include <cuda/ptx>
-
 #include "cuda/ptx/bulk_copy.cuh"
+#include "cuda/ptx/cp_async.cuh"
 #include "cuda/sm90/chunk_fwd/solve.cuh"
-#include "cuda/tile/ring.cuh"
 #include "cuda/tile/shared_memory.cuh"
 
 namespace kda::cuda::sm90 {
-
-namespace ptx = ::cuda::ptx;
 
 /// The chunk, its row and the value head of a number: first chunks of all sequences first, heads
 /// fastest; rows of the chunk table for packed sequences.
@@ -80,7 +76,6 @@ __device__ __forceinline__ void find_item(PrepItem& item, const PrepParams& p, u
     const PrepPlace at = place_of(p.sequences, heads, static_cast<uint32_t>(number));
     rows = at.chunk.rows;
     if (rows == 0) continue;
-    const FastGate gate = fast_gate_of(p.gate, at.hv);
     const uint32_t head = lane < 2 ? at.hv / static_cast<uint32_t>(p.heads.group) : at.hv;
     if (lane < 4) {
       item.offset[lane] = token_offset(input_of(p, lane), at.chunk.batch, at.chunk.begin, head);
@@ -89,7 +84,6 @@ __device__ __forceinline__ void find_item(PrepItem& item, const PrepParams& p, u
       item.number = static_cast<uint32_t>(number);
       item.hv = at.hv;
       item.record = at.row * heads + at.hv;
-      item.gate = gate;
     }
     break;
   }
@@ -112,6 +106,33 @@ __device__ __forceinline__ void clear_ready(const PrepParams& p) {
 
 __device__ __forceinline__ bool is_wide(const Tensor& t) {
   return t.dtype != kBFloat16 && t.dtype != kFloat16;
+}
+
+/// The warp's rows, of kBytes each, to shared memory; zeros from `rows` on.
+template <int kBytes>
+__device__ __forceinline__ void copy_rows(unsigned char* shared, int shared_stride,
+                                          const std::byte* from, int64_t stride, int rows) {
+  constexpr int kPieces = kBytes / 16;
+  constexpr int kAtOnce = 32 / kPieces;
+  const int lane = this_thread() % 32;
+  const int row = lane / kPieces;
+  auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared)) +
+            static_cast<uint32_t>(row * shared_stride + lane % kPieces * 16);
+  const std::byte* piece = from + row * stride + lane % kPieces * 16;
+  if (rows >= 8) {
+#pragma unroll
+    for (int i = 0; i < 8; i += kAtOnce) {
+      copy_async_16(to + static_cast<uint32_t>(i * shared_stride), piece);
+      piece += kAtOnce * stride;
+    }
+  } else {
+    for (int i = 0; i < 8; i += kAtOnce) {
+      const bool valid = row + i < rows;
+      copy_async_16_or_zero(to + static_cast<uint32_t>(i * shared_stride), valid ? piece : from,
+                            valid);
+      piece += kAtOnce * stride;
+    }
+  }
 }
 
 /// A row of the warp's q, k or g in memory, and its bytes.
@@ -387,7 +408,7 @@ __device__ __forceinline__ bool write_tiles(PrepShared<Io, K>& shared, uint64_t 
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) last[i] = last[i] * factor[1][i];
       }
-      const auto swizzle = static_cast<uint64_t>((t + u) << 4);
+      const auto swizzle = static_cast<uint64_t>(static_cast<uint32_t>(t + u) << 4);
       store_global((update ^ swizzle) + u * kPanelRowBytes, pack_pairs<Io>(last));
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
@@ -456,35 +477,31 @@ struct PrepBlock {
     return static_cast<uint64_t>(__cvta_generic_to_global(p.records)) +
            uint64_t{item.record} * Record<K>::kBytes;
   }
-  __device__ __forceinline__ std::byte* row_in_shared(int input, int row) const {
-    if (input == 0) return reinterpret_cast<std::byte*>(shared.rows.raw_q()[row]);
-    if (input == 1) return reinterpret_cast<std::byte*>(shared.rows.raw_k()[row]);
-    return reinterpret_cast<std::byte*>(shared.rows.decay[row]) + (is_wide(p.gate.g) ? 0 : 2 * K);
-  }
-
-  /// Starts the copies of the warp's rows, a row a lane; rows that do not exist are zeros.
+  /// Starts the copies of the warp's rows.
   __device__ __forceinline__ void load(const PrepItem& item) const {
-    const int thread = this_thread();
-    const int lane = thread % 32;
-    const int row = thread / 32 * kTokens + lane % kTokens;
-    const int input = lane / kTokens;
-    uint64_t* const barrier = &shared.loaded[thread / 32];
-    const int left = item.rows - thread / 32 * kTokens;
-    if (lane == 0) {
-      const auto rows = static_cast<uint32_t>(left < 0 ? 0 : (left < kTokens ? left : kTokens));
-      ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, barrier,
-                                     rows * K * (is_wide(p.gate.g) ? 8 : 6));
-    }
-    __syncwarp();
-    if (input == 3) return;
-    const PrepRowBytes from = bytes_of<K>(p, item, input, row);
-    std::byte* const to = row_in_shared(input, row);
-    if (row < item.rows) {
-      ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, to, from.start, from.bytes,
-                         barrier);
+    const int first = warp() * kTokens;
+    const int rows = item.rows - first;
+    const auto from = [&](int input) {
+      return bytes_of<K>(p, item, input, rows > 0 ? first : 0).start;
+    };
+    constexpr int kStride = Traits::kStride * 2;
+    copy_rows<2 * K>(reinterpret_cast<unsigned char*>(shared.rows.raw_q()[first]), kStride, from(0),
+                     p.q.stride[1] * 2, rows);
+    copy_rows<2 * K>(reinterpret_cast<unsigned char*>(shared.rows.raw_k()[first]), kStride, from(1),
+                     p.k.stride[1] * 2, rows);
+    load_gates(item);
+  }
+  __device__ __forceinline__ void load_gates(const PrepItem& item) const {
+    const int first = warp() * kTokens;
+    const int rows = item.rows - first;
+    const std::byte* const from = bytes_of<K>(p, item, 2, rows > 0 ? first : 0).start;
+    unsigned char* const to = shared.rows.decay[first];
+    if (is_wide(p.gate.g)) {
+      copy_rows<4 * K>(to, Traits::kDecayBytes, from, p.gate.g.stride[1] * 4, rows);
     } else {
-      for (uint32_t i = 0; i < from.bytes; i += 16) *reinterpret_cast<uint4*>(to + i) = uint4{};
+      copy_rows<2 * K>(to + 2 * K, Traits::kDecayBytes, from, p.gate.g.stride[1] * 2, rows);
     }
+    commit_copies();
   }
 
   /// The warp's rows to L2.
@@ -512,8 +529,8 @@ struct PrepBlock {
     if (this_thread() < kChunk && this_thread() < item(turn).rows) {
       beta = load_raw<float>(p.beta, item(turn).offset[3] + this_thread() * p.beta.stride[1]);
     }
-    wait_for(&shared.loaded[warp()], turn % 2);
-    __syncwarp();  // zeros are other lanes' writes
+    wait_for_copies<0>();
+    __syncwarp();
     norm_rows(shared, p.qk_l2norm, warp() * kTokens);
     sum_gates(shared, p.gate, item(turn), shared.bias[turn % 2]);
     const int row = this_thread();
@@ -540,19 +557,12 @@ struct PrepBlock {
 
   /// Rows of scores that are far, from gates that are loaded and summed once more.
   __device__ __forceinline__ void replace_far(const PrepItem& item, uint32_t turn) const {
-    const int lane = this_thread() % 32;
+    load_gates(item);
     const int first = warp() * kTokens;
-    for (int row = first; row < first + kTokens; ++row) {
-      if (row >= item.rows) break;
-      const PrepRowBytes from = bytes_of<K>(p, item, 2, row);
-      std::byte* const to = row_in_shared(2, row);
-      for (uint32_t i = 4 * lane; i < from.bytes; i += 128) {
-        *reinterpret_cast<uint32_t*>(to + i) = *reinterpret_cast<const uint32_t*>(from.start + i);
-      }
-    }
-    const int column = lane * (2 * kPairs);
+    const int column = this_thread() % 32 * (2 * kPairs);
     float2 before[kPairs];
     sum_before(before, shared, warp(), column);
+    wait_for_copies<0>();
     __syncthreads();
     sum_gates(shared, p.gate, item, shared.bias[turn % 2]);
     for (int row = first; row < first + kTokens; ++row) {
@@ -567,7 +577,6 @@ struct PrepBlock {
                      p.records + uint64_t{item.record} * Record<K>::kBytes,
                      static_cast<const Io*>(p.q.data) + item.offset[0], p.q.stride[1],
                      static_cast<const Io*>(p.k.data) + item.offset[1], p.k.stride[1], item.rows);
-    publish_to_async_proxy();
     __syncthreads();
   }
 
@@ -579,12 +588,20 @@ struct PrepBlock {
         : "memory");
   }
 
+  __device__ __forceinline__ void put_gate(PrepItem& item) const {
+    if (item.rows == 0 || p.gate.kind == kGateNone) return;
+    const FastGate gate = fast_gate_of(p.gate, item.hv);
+    if (this_thread() % 32 == 0) item.gate = gate;
+  }
+
   /// Finds the item after the next one.
   __device__ __forceinline__ void find_after(uint32_t turn) const {
     const PrepItem& next = item(turn + 1);
     PrepItem& found = item(turn + 2);
     if (next.rows > 0) {
       find_item(found, p, uint64_t{next.number} + gridDim.x);
+      __syncwarp();
+      put_gate(found);
     } else {
       found.rows = 0;
     }
@@ -593,22 +610,18 @@ struct PrepBlock {
   /// Finds the first two items and starts the loads of the first one; whether there is one.
   __device__ __forceinline__ bool start() const {
     if (p.ready != nullptr) clear_ready(p);
-    if (threadIdx.x < 32) {
-      if (threadIdx.x == 0) {
-        for (uint64_t& barrier : shared.loaded) ptx::mbarrier_init(&barrier, 1);
-        ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
-      }
-      find_item(shared.item[0], p, blockIdx.x);
-      __syncwarp();
-      find_after(~0u);
-    }
+    if (warp() == 0) find_item(shared.item[0], p, blockIdx.x);
     __syncthreads();
     if (shared.item[0].rows == 0) return false;
     load(shared.item[0]);
-    for (uint32_t turn = 0; turn < 2; ++turn) {
-      if (item(turn).rows > 0) put_bias(turn, bias_of_column(item(turn)));
+    if (warp() == 0) {
+      put_gate(shared.item[0]);
+    } else if (warp() == 1) {
+      find_after(~0u);
     }
+    put_bias(0, bias_of_column(shared.item[0]));
     __syncthreads();
+    if (shared.item[1].rows > 0) put_bias(1, bias_of_column(shared.item[1]));
     return true;
   }
 
@@ -623,7 +636,6 @@ struct PrepBlock {
       __syncthreads();
       compute_scores(shared, shared.beta[turn % 2], record_of(item(turn)), warp());
       if (warp() == 3) find_after(turn);
-      publish_to_async_proxy();
       __syncthreads();
       if (shared.has_far) replace_far(item(turn), turn);
       const bool more = item(turn + 1).rows > 0;

@@ -105,7 +105,6 @@ struct PrepShared {
   alignas(16) float bias[2][K];                 ///< of the gates of this item and the next
   float2 norm[kChunk];                          ///< 1 / |q|, 1 / |k|
   float beta[2][kChunk];                        ///< of this item and the next
-  uint64_t loaded[Traits::kWarps];              ///< mbarriers: a warp's q, k, g are there
   PrepItem item[kItems];
   bool has_far;
 
