@@ -19,9 +19,4 @@ __device__ __forceinline__ void arrive_after_copies(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address) : "memory");
 }
 
-/// Asks for bytes of global memory in L2; address and size multiples of 16.
-__device__ __forceinline__ void prefetch_L2(const void* global, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes));
-}
-
 }  // namespace kda::cuda

@@ -511,7 +511,7 @@ struct PrepBlock {
     const int input = thread % 32 / kTokens;
     if (input == 3 || row >= item.rows) return;
     const PrepRowBytes from = bytes_of<K>(p, item, input, row);
-    prefetch_L2(from.start, from.bytes);
+    for (uint32_t i = 0; i < from.bytes; i += 128) prefetch_L2(from.start + i);
   }
 
   __device__ __forceinline__ float bias_of_column(const PrepItem& item) const {
