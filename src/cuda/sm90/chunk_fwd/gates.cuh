@@ -21,15 +21,6 @@ __device__ __forceinline__ Chunk small_chunk_of(const Sequences& s, uint32_t row
   return {batch, begin, static_cast<int32_t>(rest < kChunk ? rest : kChunk)};
 }
 
-/// threadIdx.x, asked for anew: what follows from it is computed where it is used, not kept in
-/// registers across a loop.
-__device__ __forceinline__ int this_thread() {
-  int x;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
-  __builtin_assume(x >= 0 && x < kPrepThreads);
-  return x;
-}
-
 /// Two neighbouring elements, aligned together.
 __device__ __forceinline__ float2 load_pair(const __nv_bfloat16* p) {
   return unpack<__nv_bfloat16>(*reinterpret_cast<const uint32_t*>(p));
