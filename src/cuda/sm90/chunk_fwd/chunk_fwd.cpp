@@ -48,7 +48,7 @@ int groups_of(const ScanParams& p) {
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
   const int64_t wide = p.sequences.count * p.heads.HV * p.heads.V / (kMostGroups * kGroupColumns);
-  return 2 * wide <= sms ? 1 : kMostGroups;
+  return 2 * wide * p.side_by_side <= sms ? 1 : kMostGroups;
 }
 
 }  // namespace

@@ -70,9 +70,7 @@ struct PrepBlock {
   __device__ __forceinline__ void load(const PrepItem& item) const {
     const int first = warp() * kTokens;
     const int rows = item.rows - first;
-    const auto from = [&](int input) {
-      return bytes_of<K>(p, item, input, rows > 0 ? first : 0).start;
-    };
+    const auto from = [&](int input) { return row_start(p, item, input, rows > 0 ? first : 0); };
     constexpr int kStride = Traits::kStride * 2;
     copy_rows<2 * K>(reinterpret_cast<unsigned char*>(shared.rows.raw_q()[first]), kStride, from(0),
                      p.q.stride[1] * 2, rows);
@@ -83,7 +81,7 @@ struct PrepBlock {
   __device__ __forceinline__ void load_gates(const PrepItem& item) const {
     const int first = warp() * kTokens;
     const int rows = item.rows - first;
-    const std::byte* const from = bytes_of<K>(p, item, 2, rows > 0 ? first : 0).start;
+    const std::byte* const from = row_start(p, item, 2, rows > 0 ? first : 0);
     unsigned char* const to = shared.rows.decay[first];
     if (is_wide(p.gate.g)) {
       copy_rows<4 * K>(to, Traits::kDecayBytes, from, p.gate.g.stride[1] * 4, rows);
@@ -91,16 +89,6 @@ struct PrepBlock {
       copy_rows<2 * K>(to + 2 * K, Traits::kDecayBytes, from, p.gate.g.stride[1] * 2, rows);
     }
     commit_copies();
-  }
-
-  /// The warp's rows to L2.
-  __device__ __forceinline__ void prefetch(const PrepItem& item) const {
-    const int thread = this_thread();
-    const int row = thread / 32 * kTokens + thread % kTokens;
-    const int input = thread % 32 / kTokens;
-    if (input == 3 || row >= item.rows) return;
-    const PrepRowBytes from = bytes_of<K>(p, item, input, row);
-    for (uint32_t i = 0; i < from.bytes; i += 128) prefetch_L2(from.start + i);
   }
 
   __device__ __forceinline__ float bias_of_column(const PrepItem& item) const {
@@ -169,12 +157,11 @@ struct PrepBlock {
     __syncthreads();
   }
 
+  /// After barriers that follow all other stores to the record: the release covers them.
   __device__ __forceinline__ void publish(const PrepItem& item) const {
     __syncwarp();
     if (this_thread() % 32 != 0) return;
-    asm volatile(
-        "fence.acq_rel.gpu;\n st.release.gpu.global.u32 [%0], 1;" ::"l"(p.ready + item.record)
-        : "memory");
+    asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(p.ready + item.record) : "memory");
   }
 
   __device__ __forceinline__ void put_gate(PrepItem& item) const {
@@ -229,10 +216,7 @@ struct PrepBlock {
       if (shared.has_far) replace_far(item(turn), turn);
       const bool more = item(turn + 1).rows > 0;
       if (more) load(item(turn + 1));
-      if (item(turn + 2).rows > 0) {
-        prefetch(item(turn + 2));
-        bias = bias_of_column(item(turn + 2));
-      }
+      if (item(turn + 2).rows > 0) bias = bias_of_column(item(turn + 2));
       if (turn % Traits::kWarps == static_cast<uint32_t>(warp())) {
         write_solve(shared, shared.beta[turn % 2], record_of(item(turn)), p.split_beta);
         if (p.ready != nullptr) publish(item(turn));

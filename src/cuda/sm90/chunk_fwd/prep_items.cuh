@@ -107,18 +107,12 @@ __device__ __forceinline__ void copy_rows(unsigned char* shared, int shared_stri
   }
 }
 
-/// A row of the warp's q, k or g in memory, and its bytes.
-struct PrepRowBytes {
-  const std::byte* start;
-  uint32_t bytes;
-};
-template <int K>
-__device__ __forceinline__ PrepRowBytes bytes_of(const PrepParams& p, const PrepItem& item,
-                                                 int input, int row) {
+/// Where a row of q, k or g begins in memory.
+__device__ __forceinline__ const std::byte* row_start(const PrepParams& p, const PrepItem& item,
+                                                      int input, int row) {
   const Tensor& t = input_of(p, input);
-  const uint32_t size = is_wide(t) ? 4 : 2;
-  return {static_cast<const std::byte*>(t.data) + (item.offset[input] + row * t.stride[1]) * size,
-          K * size};
+  return static_cast<const std::byte*>(t.data) +
+         (item.offset[input] + row * t.stride[1]) * (is_wide(t) ? 4 : 2);
 }
 
 }  // namespace kda::cuda::sm90
