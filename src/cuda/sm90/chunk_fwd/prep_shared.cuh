@@ -2,15 +2,19 @@
 #pragma once
 
 #include "cuda/sm90/chunk_fwd/chunk_fwd.h"
-#include "cuda/sm90/chunk_fwd/gates.cuh"
+#include "cuda/sm90/chunk_fwd/config.h"
+#include "cuda/tile/fast_gate.cuh"
+#include "cuda/tile/fragment.cuh"
+#include "cuda/tile/sequence.cuh"
 
 namespace kda::cuda::sm90 {
+
+inline constexpr int32_t kBFloat16 = 1;  ///< values of kda::DType
+inline constexpr int32_t kFloat16 = 2;
 
 /// log2 of the largest factor. -5 a token over 16 tokens is 115.4; k has to stay below 2^10 then.
 /// Rows near 2^-118 keep q above 2^-15: fp32 and bf16 go down to 2^-133 with fewer bits.
 inline constexpr float kFarBlock = 118;
-/// The same of `grad`, whose references are the first rows.
-inline constexpr float kFarRow = 110;
 inline constexpr int kBlock = 16;
 inline constexpr int kScoreStride = kChunk + 4;
 
