@@ -6,9 +6,10 @@
 #   tools/gpu_check.sh BUILD_DIR    checks what BUILD_DIR holds
 #
 # KDA_RESULTS: where the benchmark files go (default bench/results). KDA_CASES_DIR: more case files.
-# KDA_PARTS: a subset of "tests verify stress sanitizer decode train stages host hopper"; from decode on they
-# are benchmarks. KDA_STRESS_SECONDS, KDA_STRESS_SEED: of stress (60, 1). "cuda_tests", "stored_cases", "reports" and "properties" are the pieces of "tests", and
-# "memcheck", "racecheck", "initcheck" and "synccheck" those of "sanitizer". GTEST_TOTAL_SHARDS and
+# KDA_PARTS: a subset of "tests verify stress sanitizer decode train stages host hopper"; from decode on
+# they are benchmarks. "cuda_tests", "stored_cases", "reports" and "properties" are the pieces of "tests",
+# and "memcheck", "racecheck", "initcheck" and "synccheck" those of "sanitizer". KDA_STRESS_SECONDS and
+# KDA_STRESS_SEED: how long and from which seed stress draws (60, 1). GTEST_TOTAL_SHARDS and
 # GTEST_SHARD_INDEX split the tests further.
 # Exits 0 if every part passed.
 set -u
