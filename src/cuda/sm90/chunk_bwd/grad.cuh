@@ -1,26 +1,31 @@
 // grad: one chunk of 32 tokens and one value head; h and dh around it, v_new and R of it and the
 // raw inputs -> dq, dk, dv, dg, dbeta and the chunk's part of dA_log and ddt_bias.
 //
-// Grid: one block of K / 64 warpgroups for each (chunk, value head), heads fastest. A warpgroup
-// owns 64 channels; two blocks (K = 64: three) share an SM, so that one computes while the other
-// loads.
+// Grid: as many blocks as fit the SMs, two each (K = 64: three), so that one computes while the
+// other waits. A block of K / 64 warpgroups walks over items, (chunk, value head), heads fastest,
+// in steps of the grid. A warpgroup owns 64 channels.
 //
 // Accumulators are transposed, [64 channels x 32 tokens]. With h, dh as A operands, in tiles of 64
 // columns of V:
 //   [dqe | Y]^T = h [do; R]^T, dkx^T = dh v_new^T        wgmma m64n64, m64n32
-//   [dP; dL] = [do; R] v_new^T                           the first warpgroup, m64n32
-//   rowsum_V(h . dh), rowsum_V(R . v), dv = beta R       CUDA cores, under the products
-// then the intra part (grad_intra.cuh) with bf16 operands of 48 and 64 rows, and everything of
-// (5.32), (5.33) in the accumulators' layout (grad_finish.cuh), at last the gates (grad_gates.cuh).
+//   [dP; dL] = [do; R] v_new^T                           m64n32
+//   rowsum_V(h . dh)                                     mma.sync, under the products
+//   rowsum_V(R . v), dv = beta R                         CUDA cores, under the products
+// The gates come between the first and the second tile, whose loads they hide; then the intra part
+// (grad_intra.cuh) with bf16 operands of 48 and 64 rows, and everything of (5.32), (5.33) in the
+// accumulators' layout (grad_finish.cuh), at last the gates' backward (grad_gates.cuh). The first
+// tiles of the next item load from the moment on when nothing reads the operands of the intra part,
+// its q, k and g once dq and dk have left their place.
 //
 // Shared memory, bytes, K = 128:
-//   tiles of h, dh, [do; R], v_new   45056   later operands of the intra part, then staging
+//   tiles of h, dh, [do; R], v_new   45056   later operands of the intra part
 //   [dP; dL] arranged                 8192
-//   G, fp32                          16896
-//   q, k                             17408
-//   sums                              7424
+//   G, fp32                          16896   later the steps of dg, then dg
+//   q, k                             17408   later staging of dq, dk
+//   raw g, room for fp32             17408
+//   sums, scalars, work items        10176
 //
-// Barriers: __syncthreads between the phases.
+// Barriers: `states_full`, an mbarrier, for h and dh; __syncthreads between the phases.
 #pragma once
 
 #include "cuda/ptx/wgmma.cuh"
