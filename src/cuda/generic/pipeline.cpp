@@ -178,4 +178,19 @@ Activations activate(Pipeline& run) {
   return result;
 }
 
+IntraWuParams intra_wu_inputs(const Pipeline& run, const Activations& x) {
+  IntraWuParams params;
+  params.q = run[TensorId::kQ];
+  params.k = run[TensorId::kK];
+  params.v = run[TensorId::kV];
+  params.rq = x.rq;
+  params.rk = x.rk;
+  params.beta = x.beta;
+  params.gamma = x.gamma;
+  params.scale = run.scale();
+  params.heads = run.heads();
+  params.sequences = run.sequences();
+  return params;
+}
+
 }  // namespace kda::cuda

@@ -105,6 +105,9 @@ struct Activations {
 };
 Activations activate(Pipeline& run);
 
+/// What scores and gated operands are computed from; the results are left absent.
+IntraWuParams intra_wu_inputs(const Pipeline& run, const Activations& x);
+
 /// Section 3 back from the gradients of the decay, of the activated beta and of the normalised q, k
 /// of each value head.
 void activations_backward(Pipeline& run, const Tensor& dg_decay, const Tensor& dbeta,

@@ -8,8 +8,21 @@
 
 namespace kda::cuda::sm90 {
 
+/// log2 of the largest factor of a product. -5 a token over 15 tokens is 108.2; below 2^-126 fp32
+/// and bf16 lose bits, and q and k need some room.
+inline constexpr float kFarRow = 110;
 /// Score gradients are arranged in 48 columns: block 0, block 1 over block 0, block 1.
 inline constexpr int kArranged = 3 * kBlock;
+
+/// chunk_of for a grid's worth of chunks, without 64-bit division.
+__device__ __forceinline__ Chunk small_chunk_of(const Sequences& s, uint32_t row) {
+  if (s.cu.data) return chunk_of(s, row);
+  const auto per_row = static_cast<uint32_t>(s.chunks_per_row);
+  const uint32_t batch = row / per_row;
+  const int64_t begin = int64_t{row - batch * per_row} * kChunk;
+  const int64_t rest = s.T - begin;
+  return {batch, begin, static_cast<int32_t>(rest < kChunk ? rest : kChunk)};
+}
 
 template <int K>
 struct GradTraits {

@@ -1,5 +1,6 @@
 #include "cuda/sm90/chunk_fwd/chunk_fwd.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <string>
@@ -31,8 +32,9 @@ ChunkForwardKernels kernels_of(const PrepParams& p) {
 
 Status launch_prep(const PrepParams& p, bool, cudaStream_t stream) {
   const ChunkForwardKernels kernels = kernels_of(p);
-  return launch({"sm90_chunk_fwd_prep", p.sequences.chunk_rows * p.heads.HV, kPrepThreads,
-                 kernels.prep_shared_bytes},
+  const int64_t items = p.sequences.chunk_rows * p.heads.HV;
+  return launch({"sm90_chunk_fwd_prep", p.blocks > 0 ? std::min<int64_t>(p.blocks, items) : items,
+                 kPrepThreads, kernels.prep_shared_bytes},
                 kernels.prep, p, stream);
 }
 

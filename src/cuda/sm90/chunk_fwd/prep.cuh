@@ -1,314 +1,235 @@
-// prep: raw q, k, g, beta of one chunk of 32 tokens and one value head -> its record (config.h).
+// prep: raw q, k, g, beta of chunks of 32 tokens and value heads -> their records (config.h).
 //
-// Grid: one block of 128 threads for each (chunk, value head), heads fastest, so that blocks that
-// run together read neighbouring heads of the same tokens.
+// Grid: any number of blocks of 128 threads; each takes items (chunk, value head) in steps of the
+// grid. Order: the first chunks of all sequences, their heads, then the second chunks ..., of
+// packed sequences rows of the chunk table. Heads run fastest, so that blocks that run together
+// read neighbouring heads of the same tokens.
 //
-// Phases (a barrier between them):
-//   1 load    q, k into shared memory (cp.async); g, beta into registers
-//   2 decay   thread = a column pair and 32 / kSegments consecutive tokens: gate, running sum G in
-//             log2; row norms of q and k, 8 lanes a row; sums of the segments through `totals`
-//   3 tiles   the same threads: k 2^G, q 2^G, k 2^(G_end - G) to the record; the scaled tiles of
-//             scores.cuh to shared memory
-//   4 scores  q k^T and k k^T (scores.cuh)
-//   5 solve   warp 0: (I + L)^-1, 16 x 16 blocks by forward substitution, lane = column;
-//             warps 1..3: scores to the record
+// Warps: warp w has tokens 8 w .. 8 w + 7 and all columns, K / 32 neighbouring ones a lane. G' is
+// the log2 decay summed from the first token of a block of 16.
+//
+// Phases of an item (| a barrier):
+//   1 decay   norms of the warp's rows of q and k, the diagonals of two products; gates and their
+//             running sums, in the place of raw g (prep_gates.cuh) |
+//   2 tiles   k 2^G, q 2^G, k 2^(G_end - G) to the record: products of 2^G' and 2^-G' with factors
+//             of whole blocks; scaled tiles in the place of q, k and G' (prep_tiles.cuh) |
+//   3 scores  q k^T to the record, k k^T to N (scores.cuh); one warp seeks the item after the next
+//   |
+//             copies of the next item's q, k, g start (cp.async)
+//   4 solve   (I + L)^-1 (solve.cuh) by the warp whose turn it is; the others begin the next item
 //
 // Row i never depends on a later token, not even through rounding: o of a prefix is bit for bit the
 // same whatever follows.
 //
-// Shared memory, K = 128, bf16 (fp16): q, k 2 x 8704 (52224 with their fp32 tiles); down, cross
-// 13056 (26112), later scores and L; totals, firsts 2048; norms, beta 384 = 32896 (80768) bytes.
+// A scan may run beside and read records as they are finished (PrepParams::ready): a block clears
+// the flags of its own items before it lets the next launch start, so that the scan sees flags of
+// this run only and waits only for blocks that are running or done.
+//
+// Loops over tokens are rolled: unrolled, the code misses the instruction cache, which costs more
+// than the sums of gates in registers save (docs/kernels/chunk_fwd.md).
+//
+// Shared memory, bytes, K = 128, bf16 (fp16):
+//   q, k, raw, then tiles                 17408 (52224: fp32 tiles apart)
+//   g, G', then the tiles down, cross     16896 (26112)
+//   N                                      4608
+//   totals, biases, norms, beta, items     3856
 #pragma once
 
-#include "cuda/ptx/cp_async.cuh"
-#include "cuda/sm90/chunk_fwd/scores.cuh"
+#include "cuda/sm90/chunk_fwd/prep_gates.cuh"
+#include "cuda/sm90/chunk_fwd/prep_items.cuh"
+#include "cuda/sm90/chunk_fwd/prep_tiles.cuh"
+#include "cuda/sm90/chunk_fwd/solve.cuh"
 #include "cuda/tile/shared_memory.cuh"
 
 namespace kda::cuda::sm90 {
 
-inline constexpr int32_t kBFloat16 = 1;  ///< values of kda::DType
-inline constexpr int32_t kFloat16 = 2;
+static_assert(5 * (sizeof(PrepShared<__nv_bfloat16, 128>) + 1024) <= 228 * 1024);
+static_assert(2 * (sizeof(PrepShared<__half, 128>) + 1024) <= 228 * 1024);
 
-/// chunk_of for a grid's worth of chunks, without 64-bit division.
-__device__ __forceinline__ Chunk small_chunk_of(const Sequences& s, uint32_t row) {
-  if (s.cu.data) return chunk_of(s, row);
-  const auto per_row = static_cast<uint32_t>(s.chunks_per_row);
-  const uint32_t batch = row / per_row;
-  const int64_t begin = int64_t{row - batch * per_row} * kChunk;
-  const int64_t rest = s.T - begin;
-  return {batch, begin, static_cast<int32_t>(rest < kChunk ? rest : kChunk)};
-}
+/// A block of prep on its way through the items.
+template <class Io, int K>
+struct PrepBlock {
+  using Traits = PrepTraits<Io, K>;
+  using Shared = PrepShared<Io, K>;
+  static constexpr int kPairs = Traits::kPairs;
+  static constexpr int kTokens = Traits::kTokens;
 
-/// Rows of q or k into shared memory; zeros from `rows` on.
-template <class Io, int K, int Stride>
-__device__ __forceinline__ void load_rows(Io (&shared)[kChunk][Stride], const Tensor& t,
-                                          const Chunk& chunk, int64_t head) {
-  constexpr int kPieces = K / 8;
-  const Io* data = static_cast<const Io*>(t.data) + token_offset(t, chunk.batch, chunk.begin, head);
-#pragma unroll
-  for (int piece = static_cast<int>(threadIdx.x); piece < kChunk * kPieces; piece += kPrepThreads) {
-    const int row = piece / kPieces;
-    const int column = piece % kPieces * 8;
-    if (row < chunk.rows) {
-      copy_async_16(&shared[row][column], data + row * t.stride[1] + column);
+  const PrepParams& p;
+  Shared& shared;
+
+  static __device__ __forceinline__ int warp() { return this_thread() / 32; }
+
+  __device__ __forceinline__ PrepItem& item(uint32_t turn) const {
+    return shared.item[turn % Shared::kItems];
+  }
+  __device__ __forceinline__ uint64_t record_of(const PrepItem& item) const {
+    return static_cast<uint64_t>(__cvta_generic_to_global(p.records)) +
+           uint64_t{item.record} * Record<K>::kBytes;
+  }
+  /// Starts the copies of the warp's rows.
+  __device__ __forceinline__ void load(const PrepItem& item) const {
+    const int first = warp() * kTokens;
+    const int rows = item.rows - first;
+    const auto from = [&](int input) { return row_start(p, item, input, rows > 0 ? first : 0); };
+    constexpr int kStride = Traits::kStride * 2;
+    copy_rows<2 * K>(reinterpret_cast<unsigned char*>(shared.rows.raw_q()[first]), kStride, from(0),
+                     p.q.stride[1] * 2, rows);
+    copy_rows<2 * K>(reinterpret_cast<unsigned char*>(shared.rows.raw_k()[first]), kStride, from(1),
+                     p.k.stride[1] * 2, rows);
+    load_gates(item);
+  }
+  __device__ __forceinline__ void load_gates(const PrepItem& item) const {
+    const int first = warp() * kTokens;
+    const int rows = item.rows - first;
+    const std::byte* const from = row_start(p, item, 2, rows > 0 ? first : 0);
+    unsigned char* const to = shared.rows.decay[first];
+    if (is_wide(p.gate.g)) {
+      copy_rows<4 * K>(to, Traits::kDecayBytes, from, p.gate.g.stride[1] * 4, rows);
     } else {
-      *reinterpret_cast<uint4*>(&shared[row][column]) = uint4{};
+      copy_rows<2 * K>(to + 2 * K, Traits::kDecayBytes, from, p.gate.g.stride[1] * 2, rows);
+    }
+    commit_copies();
+  }
+
+  __device__ __forceinline__ float bias_of_column(const PrepItem& item) const {
+    if (p.gate.kind == kGateNone) return 0;
+    return bias_of(p.gate, item.hv, this_thread() % K);
+  }
+  __device__ __forceinline__ void put_bias(uint32_t turn, float bias) const {
+    const int column = this_thread();
+    if (column < K) shared.bias[turn % 2][column] = bias;
+  }
+
+  /// Phase 1.
+  __device__ __forceinline__ void decay(uint32_t turn) const {
+    RawElement<float> beta{};
+    if (this_thread() < kChunk && this_thread() < item(turn).rows) {
+      beta = load_raw<float>(p.beta, item(turn).offset[3] + this_thread() * p.beta.stride[1]);
+    }
+    wait_for_copies<0>();
+    __syncwarp();
+    norm_rows(shared, p.qk_l2norm, warp() * kTokens);
+    sum_gates(shared, p.gate, item(turn), shared.bias[turn % 2]);
+    const int row = this_thread();
+    if (row >= kChunk) return;
+    float x = 0;
+    if (row < item(turn).rows) {
+      x = convert<float>(beta, p.beta.dtype);
+      if (p.beta_sigmoid) x = p.beta_factor * sigmoid(x);
+    }
+    shared.beta[turn % 2][row] = x;
+  }
+
+  /// Phase 2.
+  __device__ __forceinline__ void tiles(uint32_t turn) const {
+    const int thread = this_thread();
+    const int warp = thread / 32;
+    const int column = thread % 32 * (2 * kPairs);
+    const uint64_t record = record_of(item(turn));
+    if (warp == 3) write_decay(shared, record, column);
+    const bool has_far = warp < 2 ? write_tiles<Io, K, 0>(shared, record, warp, column)
+                                  : write_tiles<Io, K, 1>(shared, record, warp, column);
+    if (this_thread() == 0) shared.has_far = has_far;
+  }
+
+  /// Rows of scores that are far, from gates that are loaded and summed once more.
+  __device__ __forceinline__ void replace_far(const PrepItem& item, uint32_t turn) const {
+    load_gates(item);
+    const int first = warp() * kTokens;
+    const int column = this_thread() % 32 * (2 * kPairs);
+    float2 before[kPairs];
+    sum_before(before, shared, warp(), column);
+    wait_for_copies<0>();
+    __syncthreads();
+    sum_gates(shared, p.gate, item, shared.bias[turn % 2]);
+    for (int row = first; row < first + kTokens; ++row) {
+      float2 G[kPairs];
+      load_pairs(G, shared.G(row) + column);
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) G[i] = G[i] + before[i];
+      put_pairs(shared.G(row) + column, G);
+    }
+    __syncthreads();
+    replace_far_rows(shared, shared.beta[turn % 2],
+                     p.records + uint64_t{item.record} * Record<K>::kBytes,
+                     static_cast<const Io*>(p.q.data) + item.offset[0], p.q.stride[1],
+                     static_cast<const Io*>(p.k.data) + item.offset[1], p.k.stride[1], item.rows);
+    __syncthreads();
+  }
+
+  /// After barriers that follow all other stores to the record: the release covers them.
+  __device__ __forceinline__ void publish(const PrepItem& item) const {
+    __syncwarp();
+    if (this_thread() % 32 != 0) return;
+    asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(p.ready + item.record) : "memory");
+  }
+
+  __device__ __forceinline__ void put_gate(PrepItem& item) const {
+    if (item.rows == 0 || p.gate.kind == kGateNone) return;
+    const FastGate gate = fast_gate_of(p.gate, item.hv);
+    if (this_thread() % 32 == 0) item.gate = gate;
+  }
+
+  /// Finds the item after the next one.
+  __device__ __forceinline__ void find_after(uint32_t turn) const {
+    const PrepItem& next = item(turn + 1);
+    PrepItem& found = item(turn + 2);
+    if (next.rows > 0) {
+      find_item(found, p, uint64_t{next.number} + gridDim.x);
+      __syncwarp();
+      put_gate(found);
+    } else {
+      found.rows = 0;
     }
   }
-}
 
-/// Two neighbouring elements, aligned together.
-__device__ __forceinline__ float2 load_pair(const __nv_bfloat16* p) {
-  return unpack<__nv_bfloat16>(*reinterpret_cast<const uint32_t*>(p));
-}
-__device__ __forceinline__ float2 load_pair(const __half* p) {
-  return unpack<__half>(*reinterpret_cast<const uint32_t*>(p));
-}
-__device__ __forceinline__ float2 load_pair(const float* p) {
-  return *reinterpret_cast<const float2*>(p);
-}
-
-/// Column pairs of g for this thread's tokens, as they are in memory; 0 beyond the last row.
-template <int TOKENS>
-__device__ __forceinline__ void load_gates(float2 (&z)[TOKENS], const Tensor& g, const Chunk& chunk,
-                                           int64_t hv, int first, int column) {
-  const auto load_as = [&]<class T>(const T* data) {
-    data += token_offset(g, chunk.batch, chunk.begin + first, hv) + column;
-#pragma unroll
-    for (int t = 0; t < TOKENS; ++t) {
-      z[t] = first + t < chunk.rows ? load_pair(data) : float2{0, 0};
-      data += g.stride[1];
+  /// Finds the first two items and starts the loads of the first one; whether there is one.
+  __device__ __forceinline__ bool start() const {
+    if (p.ready != nullptr) clear_ready(p);
+    if (warp() == 0) find_item(shared.item[0], p, blockIdx.x);
+    __syncthreads();
+    if (shared.item[0].rows == 0) return false;
+    load(shared.item[0]);
+    if (warp() == 0) {
+      put_gate(shared.item[0]);
+    } else if (warp() == 1) {
+      find_after(~0u);
     }
-  };
-  if (g.dtype == kBFloat16) {
-    load_as(static_cast<const __nv_bfloat16*>(g.data));
-  } else if (g.dtype == kFloat16) {
-    load_as(static_cast<const __half*>(g.data));
-  } else {
-    load_as(static_cast<const float*>(g.data));
+    put_bias(0, bias_of_column(shared.item[0]));
+    __syncthreads();
+    if (shared.item[1].rows > 0) put_bias(1, bias_of_column(shared.item[1]));
+    return true;
   }
-}
 
-/// x[t] = sum of decay(x[0..t]) over the rows that exist.
-template <int TOKENS, class Decay>
-__device__ __forceinline__ void sum_rows(float2 (&x)[TOKENS], int rows, Decay decay) {
-  float2 sum{0, 0};
-#pragma unroll
-  for (int t = 0; t < TOKENS; ++t) {
-    const float2 d = decay(x[t]);
-    if (t < rows) sum = {sum.x + d.x, sum.y + d.y};
-    x[t] = sum;
-  }
-}
-
-/// Raw gates -> the running sum of log2 decays over this thread's tokens, of which `rows` exist.
-template <int TOKENS>
-__device__ __forceinline__ void sum_gates(float2 (&G)[TOKENS], const GateParams& params, int64_t hv,
-                                          int rows, int column) {
-  if (params.kind == kGateNone) {
-    sum_rows(G, rows, [](float2 z) -> float2 { return {fast_no_gate(z.x), fast_no_gate(z.y)}; });
-    return;
-  }
-  const FastGate gate = fast_gate_of(params, hv);
-  const auto sum = [&](auto value) {
-    const float x = bias_of(params, hv, column);
-    const float y = bias_of(params, hv, column + 1);
-    sum_rows(G, rows, [&](float2 z) -> float2 {
-      return {value(gate, z.x + x), value(gate, z.y + y)};
-    });
-  };
-  with_gate(params, gate, sum);
-}
-
-/// 1 / |row| of q and k: 8 lanes a row.
-template <class Io, int K>
-__device__ __forceinline__ void norm_rows(PrepShared<Io, K>& shared, bool wanted) {
-  const int lane = static_cast<int>(threadIdx.x) % 8;
-#pragma unroll
-  for (int pass = 0; pass < 2 * kChunk * 8 / kPrepThreads; ++pass) {
-    const int row = pass * kPrepThreads / 8 + static_cast<int>(threadIdx.x) / 8;
-    const Io* data = row < kChunk ? shared.rows.raw_q()[row] : shared.rows.raw_k()[row - kChunk];
-    float r = 1;
-    if (wanted) {
-      float sum = 0;
-#pragma unroll
-      for (int piece = 0; piece < K / 64; ++piece) {
-        const uint4 x = *reinterpret_cast<const uint4*>(data + 64 * piece + 8 * lane);
-        for (const uint32_t pair : {x.x, x.y, x.z, x.w}) {
-          const float2 v = unpack<Io>(pair);
-          sum = fmaf(v.x, v.x, fmaf(v.y, v.y, sum));
-        }
+  __device__ __forceinline__ void run() const {
+    if (!start()) return;
+    float bias = 0;  // of the item after the next
+    for (uint32_t turn = 0;; ++turn) {
+      decay(turn);
+      if (turn > 0) put_bias(turn + 1, bias);
+      __syncthreads();
+      tiles(turn);
+      __syncthreads();
+      compute_scores(shared, shared.beta[turn % 2], record_of(item(turn)), warp());
+      if (warp() == 3) find_after(turn);
+      __syncthreads();
+      if (shared.has_far) replace_far(item(turn), turn);
+      const bool more = item(turn + 1).rows > 0;
+      if (more) load(item(turn + 1));
+      if (item(turn + 2).rows > 0) bias = bias_of_column(item(turn + 2));
+      if (turn % Traits::kWarps == static_cast<uint32_t>(warp())) {
+        write_solve(shared, shared.beta[turn % 2], record_of(item(turn)), p.split_beta);
+        if (p.ready != nullptr) publish(item(turn));
       }
-      for (int step = 4; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-      r = rsqrtf(sum + 1e-6f);
+      if (!more) return;
     }
-    if (lane == 0) (row < kChunk ? shared.rq[row] : shared.rk[row - kChunk]) = r;
   }
-}
-
-__device__ __forceinline__ void load_beta(float* beta, const PrepParams& p, const Chunk& chunk,
-                                          int64_t hv) {
-  const int row = static_cast<int>(threadIdx.x);
-  if (row >= kChunk) return;
-  float x = 0;
-  if (row < chunk.rows) {
-    x = load<float>(p.beta, token_offset(p.beta, chunk.batch, chunk.begin + row, hv));
-    if (p.beta_sigmoid) x = p.beta_factor * sigmoid(x);
-  }
-  beta[row] = x;
-}
-
-/// Stores a column pair into a tile.
-__device__ __forceinline__ void put_pair(__nv_bfloat16* to, float2 x) {
-  *reinterpret_cast<uint32_t*>(to) = pack<__nv_bfloat16>(x.x, x.y);
-}
-__device__ __forceinline__ void put_pair(float* to, float2 x) {
-  *reinterpret_cast<float2*>(to) = x;
-}
-
-/// What a thread knows of its column pair beyond its own tokens.
-struct ColumnDecay {
-  float2 end;        ///< G of the chunk's last row
-  float2 reference;  ///< G of the first row of its block of 16
-  float2 next;       ///< G of row 16
 };
-
-__device__ __forceinline__ void store_global(uintptr_t address, uint32_t value) {
-  auto* const to = reinterpret_cast<uint32_t*>(address);
-  __builtin_assume(__isGlobal(to));
-  *to = value;
-}
-
-/// Phase 3 for one thread: tokens first .. of a column pair. Rows that do not exist hold zeros.
-template <class Io, int K, bool InFirstBlock>
-__device__ __forceinline__ void write_tiles(PrepShared<Io, K>& shared, std::byte* record,
-                                            const float2 (&G)[PrepTraits<Io, K>::kTokens],
-                                            const ColumnDecay& decay, int first, int column) {
-  using R = Record<K>;
-  constexpr int kTokens = PrepTraits<Io, K>::kTokens;
-  // Records start at multiples of 128 bytes: the swizzle is an XOR of address bits 4 to 6.
-  const int place = first * kPanelRowBytes + column % 64 * 2;
-  const auto read = reinterpret_cast<uintptr_t>(record + R::kRead + column / 64 * 8192 + place);
-  const auto update = reinterpret_cast<uintptr_t>(record + R::kUpdate + column / 64 * 4096 + place);
-#pragma unroll
-  for (int t = 0; t < kTokens; ++t) {
-    const int row = first + t;
-    const float2 q = pair_at(shared.rows.raw_q()[row], column) * shared.rq[row];
-    const float2 k = pair_at(shared.rows.raw_k()[row], column) * shared.rk[row];
-    const float2 entering = exp2_pair(G[t]);
-    const float2 leaving = exp2_pair(decay.end - G[t]);
-    // Where a thread has a whole block, its first row is at hand.
-    const float2 below = G[t] - (kTokens == kBlock ? G[0] : decay.reference);
-    const float2 up = exp2_pair(below);
-    put_pair(&shared.rows.q[row][column], q * up);
-    put_pair(&shared.rows.k[row][column], k * up);
-    put_pair(&shared.down[row][column], k * exp2_pair({-below.x, -below.y}));
-    if constexpr (InFirstBlock) {
-      put_pair(&shared.cross[row][column], k * exp2_pair(decay.next - G[t]));
-    }
-    const uintptr_t swizzle = t % 8 << 4;
-    const int offset = t * kPanelRowBytes;
-    const float2 ke = k * entering;
-    const float2 qe = q * entering;
-    const float2 kg = k * leaving;
-    store_global((read ^ swizzle) + offset, pack<Io>(ke.x, ke.y));
-    store_global((read ^ swizzle) + offset + 4096, pack<Io>(qe.x, qe.y));
-    store_global((update ^ swizzle) + offset, pack<Io>(kg.x, kg.y));
-  }
-}
-
-/// Sums of whole segments before this thread's, of all, and at the rows that others refer to.
-template <class Io, int K>
-__device__ __forceinline__ ColumnDecay add_segments(const PrepShared<Io, K>& shared,
-                                                    float2 (&G)[PrepTraits<Io, K>::kTokens],
-                                                    int segment, int column) {
-  constexpr int kSegments = PrepTraits<Io, K>::kSegments;
-  constexpr int kPerBlock = kSegments / 2;
-  float2 sums[kSegments];  // G before each segment
-  float2 sum{0, 0};
-#pragma unroll
-  for (int s = 0; s < kSegments; ++s) {
-    sums[s] = sum;
-    const float2 total = pair_at(shared.totals[s], column);
-    sum = {sum.x + total.x, sum.y + total.y};
-  }
-  const auto first_of = [&](int s) -> float2 {
-    const float2 first = pair_at(shared.firsts[s], column);
-    return {sums[s].x + first.x, sums[s].y + first.y};
-  };
-  ColumnDecay decay;
-  decay.end = sum;
-  decay.next = first_of(kPerBlock);
-  decay.reference = segment < kPerBlock ? first_of(0) : decay.next;
-#pragma unroll
-  for (int s = 0; s < kSegments; ++s) {
-    if (s != segment) continue;
-#pragma unroll
-    for (float2& x : G) x = {x.x + sums[s].x, x.y + sums[s].y};
-  }
-  return decay;
-}
 
 template <class Io, int K>
 __global__ void __launch_bounds__(kPrepThreads, kIsBf16<Io> ? kPrepBlocksPerSm : 2)
     sm90_chunk_fwd_prep(const __grid_constant__ PrepParams p) {
-  using Traits = PrepTraits<Io, K>;
-  auto& shared = *shared_memory<PrepShared<Io, K>>();
-  const int tid = static_cast<int>(threadIdx.x);
-  const int column = tid % Traits::kPairs * 2;
-  const int segment = tid / Traits::kPairs;
-  const int first = segment * Traits::kTokens;
-  const auto HV = static_cast<uint32_t>(p.heads.HV);
-  const uint32_t hv = blockIdx.x % HV;
-  const uint32_t head = hv / static_cast<uint32_t>(p.heads.group);
-  const Chunk chunk = small_chunk_of(p.sequences, blockIdx.x / HV);
-  if (chunk.rows == 0) return;
-  std::byte* const record = p.records + int64_t{blockIdx.x} * Record<K>::kBytes;
-  load_rows<Io, K>(shared.rows.raw_q(), p.q, chunk, head);
-  load_rows<Io, K>(shared.rows.raw_k(), p.k, chunk, head);
-  commit_copies();
-  float2 G[Traits::kTokens];
-  const auto sum_own_gates = [&] {
-    load_gates(G, p.gate.g, chunk, hv, first, column);
-    sum_gates(G, p.gate, hv, chunk.rows - first, column);
-  };
-  sum_own_gates();
-  load_beta(shared.beta, p, chunk, hv);
-  *reinterpret_cast<float2*>(&shared.firsts[segment][column]) = G[0];
-  *reinterpret_cast<float2*>(&shared.totals[segment][column]) = G[Traits::kTokens - 1];
-  wait_for_copies<0>();
-  __syncthreads();
-  norm_rows(shared, p.qk_l2norm);
-  const ColumnDecay decay = add_segments(shared, G, segment, column);
-  const float2 range = decay.reference - G[Traits::kTokens - 1];  // decays only add up
-  const bool has_far = __syncthreads_or(range.x > kFarRow || range.y > kFarRow) != 0;
-  if (segment == 0) {
-    *reinterpret_cast<float2*>(record + Record<K>::kDecay + column * 4) = exp2_pair(decay.end);
-  }
-  if (first < kBlock) {
-    write_tiles<Io, K, true>(shared, record, G, decay, first, column);
-  } else {
-    write_tiles<Io, K, false>(shared, record, G, decay, first, column);
-  }
-  __syncthreads();
-  compute_scores(shared);
-  if (has_far) {
-    sum_own_gates();  // once more: kept until here, they would not fit into the registers
-    add_segments(shared, G, segment, column);
-#pragma unroll
-    for (int t = 0; t < Traits::kTokens; ++t) put_pair(&shared.G()[first + t][column], G[t]);
-    __syncthreads();
-    const auto rows_of = [&](const Tensor& t) {
-      return static_cast<const Io*>(t.data) + token_offset(t, chunk.batch, chunk.begin, head);
-    };
-    replace_far_rows(shared, rows_of(p.q), p.q.stride[1], rows_of(p.k), p.k.stride[1], chunk.rows);
-  }
-  __syncthreads();
-  if (tid < 32) {
-    write_solve(shared, record, p.split_beta);
-  } else {
-    write_scores(shared, record);
-  }
+  PrepBlock<Io, K>{p, *shared_memory<PrepShared<Io, K>>()}.run();
 }
 
 }  // namespace kda::cuda::sm90
