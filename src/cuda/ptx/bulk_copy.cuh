@@ -1,18 +1,9 @@
 // Completion of asynchronous copies on an mbarrier (what libcu++'s cuda::ptx lacks).
 #pragma once
 
-#include <cuda.h>
-
 #include <cstdint>
 
 namespace kda::cuda {
-
-/// Brings the box of `map` at coordinates `at` into L2.
-__device__ __forceinline__ void prefetch_tensor(const CUtensorMap* map, const int32_t (&at)[4]) {
-  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map),
-               "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3])
-               : "memory");
-}
 
 /// 16 bytes, or 16 zeros where `valid` is false; both addresses aligned to 16.
 __device__ __forceinline__ void copy_async_16_or_zero(uint32_t shared, const void* global,

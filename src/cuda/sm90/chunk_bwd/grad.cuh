@@ -147,7 +147,6 @@ struct GradBlock {
       __syncthreads();
       load_value_tiles(shared, p, work, v0 + kGradColumns);
       commit_copies();
-      if (v0 + 2 * kGradColumns < V) prefetch_value_tiles<K>(p, work, v0 + 2 * kGradColumns);
     }
   }
 
@@ -215,8 +214,6 @@ struct GradBlock {
     wait_for_copies<0>();
     __syncthreads();
     if (p.heads.V > kGradColumns) load_value_tiles(shared, p, work, kGradColumns);
-    // The first two tiles come under other work; the third's latency shows.
-    if (p.heads.V > 2 * kGradColumns) prefetch_value_tiles<K>(p, work, 2 * kGradColumns);
     commit_copies();
     put_decays();
     walk_values(sums);

@@ -101,25 +101,6 @@ struct Diagonal {
   }
 };
 
-/// Brings what load_value_tiles will read into L2.
-template <int K>
-__device__ __forceinline__ void prefetch_value_tiles(const GradLaunchParams& p,
-                                                     const GradWork& work, int v0) {
-  const int tid = thread_index();
-  if (tid == 0) {
-    const int32_t at[4] = {v0, 0, static_cast<int32_t>(work.item), 0};
-    prefetch_tensor(&p.h_map, at);
-    prefetch_tensor(&p.dh_map, at);
-  }
-  const auto prefetch = [&](GradRows which, int64_t stride) {
-    const Bf16* const line = work.at<Bf16>(which) + tid % kChunk * stride + v0;
-    if (tid % kChunk < work.chunk.rows) asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
-  };
-  if (tid / kChunk == 1) prefetch(kRowsDo, p.grad_o.stride[1]);
-  if (tid / kChunk == 2) prefetch(kRowsR, p.R.stride[1]);
-  if (tid / kChunk == 3) prefetch(kRowsVNew, p.v_new.stride[1]);
-}
-
 /// 1 / |row| of q and k, 8 lanes a row.
 template <int K>
 __device__ __forceinline__ void find_norms(GradShared<K>& shared, const GradParams& p) {
