@@ -152,21 +152,19 @@ TEST(Sm90ChunkBackward, PackedSequencesHaveTheBitsOfSeparateOnes) {
   }
 }
 
-/// A key head and the value heads that belong to it.
-HostTensor head_of(TensorId id, const HostTensor& t, int64_t head, int64_t group) {
-  const bool is_key = id == kQ || id == kK || id == kDq || id == kDk;
+/// A key head of `heads` and the value heads that belong to it.
+HostTensor head_of(TensorId id, const HostTensor& t, int64_t head, int64_t heads) {
   const bool is_parameter = id == kALog || id == kDtBias || id == kDALog || id == kDdtBias;
   const std::size_t dim = is_parameter ? 0 : is_state(id) ? 1 : 2;
-  const int64_t count = is_key ? 1 : group;
   HostTensor part(t.dtype, t.shape);
-  part.shape[dim] = count;
+  part.shape[dim] /= heads;
   int64_t outer = 1;
   for (std::size_t i = 0; i < dim; ++i) outer *= t.shape[i];
-  const auto bytes = static_cast<std::ptrdiff_t>(t.bytes.size()) / (outer * t.shape[dim]);
+  const auto bytes = static_cast<std::ptrdiff_t>(t.bytes.size()) / (outer * heads);
   part.bytes.clear();
   for (int64_t i = 0; i < outer; ++i) {
-    const auto from = t.bytes.begin() + bytes * (i * t.shape[dim] + head * count);
-    part.bytes.insert(part.bytes.end(), from, from + bytes * count);
+    const auto from = t.bytes.begin() + bytes * (i * heads + head);
+    part.bytes.insert(part.bytes.end(), from, from + bytes);
   }
   return part;
 }
@@ -190,11 +188,11 @@ TEST(Sm90ChunkBackward, HeadsHaveTheSameBitsInEverySlice) {
   EXPECT_LT(workspace_of(whole), 10 * workspace_of(alone));
   for (const int64_t head : {3, 7, 8, 12}) {
     TensorMap inputs;
-    for (const auto& [id, tensor] : c.inputs) inputs[id] = head_of(id, tensor, head, 2);
+    for (const auto& [id, tensor] : c.inputs) inputs[id] = head_of(id, tensor, head, 16);
     const auto separate = run_guarded(alone, inputs, on_hopper());
     ASSERT_TRUE(separate.ok()) << separate.status().message();
     for (const auto& [id, tensor] : separate->outputs) {
-      EXPECT_EQ(head_of(id, together->outputs.at(id), head, 2).bytes, tensor.bytes)
+      EXPECT_EQ(head_of(id, together->outputs.at(id), head, 16).bytes, tensor.bytes)
           << name_of(id) << " of head " << head;
     }
   }
