@@ -30,7 +30,7 @@ struct Bench {
   Device device;
   BenchOptions options;
   Suite suite = Suite::kShape;
-  std::vector<Sizes> shapes;
+  std::vector<BenchShape> shapes;
   double copy_bandwidth = 0;
   int unsupported = 0;
 };
@@ -69,14 +69,36 @@ Result<Bench> set_up(const BenchCommand& command) {
   if (!command.shape.empty()) {
     Result<Sizes> sizes = parse_shape(command.shape);
     if (!sizes.ok()) return sizes.status();
-    bench.shapes = {*sizes};
+    bench.shapes = {{*sizes, {}}};
   }
-  const Sizes probe =
+  if (!command.lengths.empty()) {
+    if (bench.suite != Suite::kShape && bench.suite != Suite::kTrain &&
+        bench.suite != Suite::kPrefill) {
+      return Status(StatusCode::kInvalidArgument,
+                    fmt::format("--lengths: packs the sequences of suite train or prefill, found "
+                                "--suite {}",
+                                command.suite));
+    }
+    if (bench.shapes.empty()) {
+      return Status(StatusCode::kInvalidArgument, "--lengths: needs --shape, whose T is their sum");
+    }
+    const Sizes sizes = bench.shapes[0].sizes;
+    bench.shapes[0] = packed_shape(sizes, command.lengths);
+    const Sizes& packed = bench.shapes[0].sizes;
+    if (sizes.B != packed.B || sizes.T != packed.T) {
+      return Status(StatusCode::kInvalidArgument,
+                    fmt::format("--lengths: their sum is {}; found --shape with B = {} and T = {}, "
+                                "expected B = 1 and T = {}",
+                                packed.T, sizes.B, sizes.T, packed.T));
+    }
+  }
+  const BenchShape probe =
       bench.shapes.empty() ? shapes_of(bench.suite, DeviceType::kCuda).front() : bench.shapes[0];
   const std::vector<Workload> workloads = workloads_of(bench.suite, probe, bench.options);
   for (const Workload& workload : workloads) {
     if (Status status = workload.problem.validated().status(); !status.ok()) return status;
   }
+  if (Status status = check_common(command.common); !status.ok()) return status;
   Result<Device> device = choose_device(command.common, workloads.front().problem);
   if (!device.ok()) return device.status();
   bench.device = *device;
@@ -188,6 +210,7 @@ void print_machine(const Bench& bench) {
                 {"device", name_of(bench.device)},
                 {"version", version()},
                 {"date", date},
+                {"command", command.line},
                 {"dtype", command.dtype},
                 {"gate", command.gate},
                 {"copy_gb_per_s", bench.copy_bandwidth * 1e-9}});
@@ -201,7 +224,7 @@ void print_machine(const Bench& bench) {
                "implementation", "host us", "p20", "p80", "launches");
     return;
   }
-  fmt::print("{:<13}{:<30}{:<30}{:>10}{:>10}{:>10}{:>9}{:>9}{:>8}{:>10}\n", "operation", "shape",
+  fmt::print("{:<13}{:<48}{:<30}{:>10}{:>10}{:>10}{:>9}{:>9}{:>8}{:>10}\n", "operation", "shape",
              "implementation", "median ms", "p20", "p80", "MB", "GFLOP", "copy %", "GFLOP/s");
 }
 
@@ -244,6 +267,7 @@ void print_row(const Bench& bench, const Workload& workload, const Measured& mea
   if (bench.command.common.json) {
     print_json({{"operation", kda::name_of(problem.operation)},
                 {"shape", {s.B, s.T, s.H, s.HV, s.K, s.V}},
+                {"sequences", problem.packed() ? s.N : 0},
                 {"state", state_text(workload)},
                 {"impl", measured.implementation},
                 {"median_ms", t.median * 1e3},
@@ -259,7 +283,7 @@ void print_row(const Bench& bench, const Workload& workload, const Measured& mea
                 {"workspace_bytes", measured.workspace_bytes}});
     return;
   }
-  fmt::print("{:<13}{:<30}{:<30}{:>10.4f}{:>10.3f}{:>10.3f}{:>9.1f}{:>9.2f}{:>7.1f}%{:>10.1f}\n",
+  fmt::print("{:<13}{:<48}{:<30}{:>10.4f}{:>10.3f}{:>10.3f}{:>9.1f}{:>9.2f}{:>7.1f}%{:>10.1f}\n",
              kda::name_of(problem.operation), shape_text(problem),
              fmt::format("{} {}", measured.implementation, state_text(workload)), t.median * 1e3,
              t.p20 * 1e3, t.p80 * 1e3, bytes * 1e-6, flop * 1e-9, share * 100,
@@ -276,7 +300,7 @@ void print_unsupported(Bench& bench, const Workload& workload, const Status& sta
                 {"kind", kda::name_of(status.code())},
                 {"exit_code", exit_code_of(status)}});
   } else {
-    fmt::print("{:<13}{:<30}unsupported: {}\n", kda::name_of(problem.operation),
+    fmt::print("{:<13}{:<48}unsupported: {}\n", kda::name_of(problem.operation),
                shape_text(problem), status.message());
   }
 }
@@ -296,10 +320,10 @@ int bench(const BenchCommand& command) {
   }
   print_machine(*bench);
   Progress progress("timing");
-  for (const Sizes& sizes : bench->shapes) {
+  for (const BenchShape& shape : bench->shapes) {
     progress.step("(making inputs)");
-    TensorMap tensors = inputs_of(bench->suite, sizes, bench->options);
-    for (const Workload& workload : workloads_of(bench->suite, sizes, bench->options)) {
+    TensorMap tensors = inputs_of(bench->suite, shape, bench->options);
+    for (const Workload& workload : workloads_of(bench->suite, shape, bench->options)) {
       progress.step(fmt::format("{} {}", kda::name_of(workload.problem.operation),
                                 shape_text(workload.problem)));
       if (workload.state_in_place) {

@@ -9,6 +9,7 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <system_error>
 
 #include <CLI/CLI.hpp>
@@ -110,6 +111,12 @@ void add_bench(CLI::App& app, BenchCommand& command) {
       "train (forward, backward), prefill (forward), decode (state in place and in a pool with "
       "skipped sequences, one token; on CUDA 1, 4 and 8), stages or host (what a call costs its "
       "thread); at --shape if given");
+  sub->add_option("--lengths", command.lengths,
+                  "Lengths of packed sequences, with commas between: cu_seqlens for --shape, whose "
+                  "T is their sum")
+      ->delimiter(',')
+      ->allow_extra_args(false)
+      ->check(check_integer);
   sub->add_option("--repeat", command.repeat, "Timed runs, fewer if they take over 10 s")
       ->check(CLI::Range(1, 100000))
       ->capture_default_str();
@@ -210,6 +217,21 @@ void exit_as_device_failure() {
   std::_Exit(kDeviceFailure);
 }
 
+/// The command as it was typed: what needs quotes in a shell has them, and the program no folder.
+std::string command_line(int argc, char** argv) {
+  constexpr std::string_view kPlain =
+      "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_=+.,:/@%";
+  std::string line = "kda";
+  for (int i = 1; i < argc; ++i) {
+    const std::string_view word = argv[i];
+    const bool plain = !word.empty() && word.find_first_not_of(kPlain) == std::string_view::npos;
+    line += plain ? " " : " '";
+    for (const char c : word) line += c == '\'' ? std::string("'\\''") : std::string(1, c);
+    if (!plain) line += "'";
+  }
+  return line;
+}
+
 int dispatch(const CLI::App& app, const Commands& commands) {
   if (app.got_subcommand("run")) return run(commands.run);
   if (app.got_subcommand("verify")) return verify(commands.verify);
@@ -230,6 +252,7 @@ int run_program(int argc, char** argv) {
   Common common;
   common.json = json;
   Commands commands;
+  commands.bench.line = command_line(argc, argv);
   CLI::App app{"Kimi Delta Attention: compute, verify and time it", "kda"};
   app.footer(std::string(kExitCodes) + "\n\nExample: kda verify");
   app.set_version_flag("--version", std::string("kda ") + version());
