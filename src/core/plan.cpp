@@ -12,6 +12,7 @@
 
 #include "core/executor.h"
 #include "core/log.h"
+#include "core/shown.h"
 #include "kda/backend.h"
 
 namespace kda {
@@ -105,7 +106,7 @@ Status refuse_word(const Request& request, std::string_view word, const Rows& ro
   return {StatusCode::kInvalidArgument,
           fmt::format("{}: found \"{}\", expected one of the families {}, or for {} on {} one of "
                       "{}{}",
-                      request.source, word, families(), name_of(problem.operation),
+                      request.source, shown(word), families(), name_of(problem.operation),
                       name_of(device.type),
                       rows.here.empty() ? "none" : fmt::format("{}", fmt::join(rows.here, ", ")),
                       has_cuda ? "" : "; " + cuda_unavailable_reason())};
@@ -117,8 +118,9 @@ Status refuse_choice(const Request& request, const Rows& rows, const Problem& pr
   const bool on_cpu = device.type == DeviceType::kCpu;
   const std::string_view other = name_of(on_cpu ? DeviceType::kCuda : DeviceType::kCpu);
   const std::string absent = on_cpu ? cuda_unavailable_reason() : "";
-  std::string text = fmt::format("{}: \"{}\" has no row for {} on {}", request.source, request.text,
-                                 name_of(problem.operation), name_of(device.type));
+  std::string text =
+      fmt::format("{}: \"{}\" has no row for {} on {}", request.source, shown(request.text),
+                  name_of(problem.operation), name_of(device.type));
   if (!rows.elsewhere.empty()) {
     text += fmt::format("; {} runs on {}", fmt::join(rows.elsewhere, ", "), other);
     if (!absent.empty()) text += ", which cannot be used here: " + absent;

@@ -179,6 +179,17 @@ TEST(MakePlan, NamesOfOtherOperationsAndDevicesAreUnsupported) {
       << reverse.message();
 }
 
+TEST(MakePlan, WhatIsFoundIsShownPrintableAndShort) {
+  const Environment environment(nullptr);
+  const Problem problem = problem_of(Operation::kChunkForward);
+  const std::string message = supports(problem, {}, choosing("a\nb\xff")).message();
+  EXPECT_EQ(message.rfind("implementation: found \"a\\x0ab\\xff\", expected", 0), 0u) << message;
+  const std::string longest(10'000'000, 'x');
+  const std::string cut = supports(problem, {}, choosing(longest.c_str())).message();
+  EXPECT_NE(cut.find("x... (10000000 bytes)"), std::string::npos);
+  EXPECT_LT(cut.size(), 600u);
+}
+
 TEST(MakePlan, EnvironmentVariableChooses) {
   const Problem problem = problem_of(Operation::kChunkForward);
   {
