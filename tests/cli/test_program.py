@@ -108,7 +108,12 @@ class BadUsage(ProgramTest):
             ["support", "--shape", "99999999999999999999,1,1,1,1,1"],
             ["stress", "--seed", "-1"],
             ["stress", "--seconds", "0"],
+            ["stress", "--seconds", "nan"],
+            ["stress", "--seconds", "inf"],
+            ["stress", "--seconds", "1s"],
             ["stress", "--problems", "0"],
+            ["stress", "--problems", "9223372036854775808"],
+            ["stress", "--case", "9223372036854775808"],
             ["stress", "--case", "-1"],
             ["stress", "--case", "1", "--problems", "2"],
             ["stress", "--device", "tpu"],
@@ -650,6 +655,17 @@ class Stress(ProgramTest):
         self.check(result, 3)
         self.assertEqual(result.stderr, "kda: --impl: found cuda, which runs on CUDA alone: "
                          + report["cuda"] + "\n")
+
+    def test_a_run_that_tested_nothing_is_exit_3(self):
+        for number in range(1, 20):
+            result = kda("stress", "--seed", number, "--problems", "1", "--device", "cpu", "--impl",
+                         "cpu_recurrent")
+            if result.returncode == 3:
+                self.assertIn("0 calls", result.stdout)
+                self.assertIn("kda: nothing was tested: ", result.stderr)
+                return
+            self.check(result, 0)
+        self.fail("every first problem was one for cpu_recurrent")
 
     def test_it_ends_in_time(self):
         start = time.monotonic()

@@ -63,6 +63,15 @@ std::string check_unsigned(const std::string& text) {
   return "found " + text + ", expected an integer from 0 to 2^64 - 1";
 }
 
+/// CLI::Range takes NaN.
+std::string check_seconds(const std::string& text) {
+  double value = 0;
+  const char* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, value);
+  if (error == std::errc{} && stop == end && value >= 0.001 && value <= 1e9) return "";
+  return "found " + text + ", expected a number from 0.001 to 1e9";
+}
+
 void add_shape(CLI::App& app, std::vector<int64_t>& shape, std::string& dtype, std::string& gate) {
   app.add_option("--shape", shape, "B,T,H,HV,K,V")
       ->delimiter(',')
@@ -167,14 +176,16 @@ void add_stress(CLI::App& app, StressCommand& command) {
       ->check(check_unsigned)
       ->capture_default_str();
   CLI::Option* seconds = sub->add_option("--seconds", command.seconds, "Stop after so long")
-                             ->check(CLI::Range(0.001, 1e9))
+                             ->check(check_seconds)
                              ->capture_default_str();
   seconds->each([&command](const std::string&) { command.seconds_given = true; });
   CLI::Option* problems =
       sub->add_option("--problems", command.problems,
                       "Stop after so many, without --seconds however long they take")
+          ->check(check_integer)
           ->check(CLI::Range(int64_t{1}, std::numeric_limits<int64_t>::max()));
   sub->add_option("--case", command.number, "Try only the problem of this number (from 0)")
+      ->check(check_integer)
       ->check(CLI::Range(int64_t{0}, std::numeric_limits<int64_t>::max()))
       ->excludes(seconds)
       ->excludes(problems);
