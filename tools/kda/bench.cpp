@@ -98,6 +98,7 @@ Result<Bench> set_up(const BenchCommand& command) {
   for (const Workload& workload : workloads) {
     if (Status status = workload.problem.validated().status(); !status.ok()) return status;
   }
+  if (Status status = check_common(command.common); !status.ok()) return status;
   Result<Device> device = choose_device(command.common, workloads.front().problem);
   if (!device.ok()) return device.status();
   bench.device = *device;
@@ -209,6 +210,7 @@ void print_machine(const Bench& bench) {
                 {"device", name_of(bench.device)},
                 {"version", version()},
                 {"date", date},
+                {"command", command.line},
                 {"dtype", command.dtype},
                 {"gate", command.gate},
                 {"copy_gb_per_s", bench.copy_bandwidth * 1e-9}});

@@ -9,6 +9,7 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <system_error>
 
 #include <CLI/CLI.hpp>
@@ -216,6 +217,21 @@ void exit_as_device_failure() {
   std::_Exit(kDeviceFailure);
 }
 
+/// The command as it was typed: what needs quotes in a shell has them, and the program no folder.
+std::string command_line(int argc, char** argv) {
+  constexpr std::string_view kPlain =
+      "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_=+.,:/@%";
+  std::string line = "kda";
+  for (int i = 1; i < argc; ++i) {
+    const std::string_view word = argv[i];
+    const bool plain = !word.empty() && word.find_first_not_of(kPlain) == std::string_view::npos;
+    line += plain ? " " : " '";
+    for (const char c : word) line += c == '\'' ? std::string("'\\''") : std::string(1, c);
+    if (!plain) line += "'";
+  }
+  return line;
+}
+
 int dispatch(const CLI::App& app, const Commands& commands) {
   if (app.got_subcommand("run")) return run(commands.run);
   if (app.got_subcommand("verify")) return verify(commands.verify);
@@ -236,6 +252,7 @@ int run_program(int argc, char** argv) {
   Common common;
   common.json = json;
   Commands commands;
+  commands.bench.line = command_line(argc, argv);
   CLI::App app{"Kimi Delta Attention: compute, verify and time it", "kda"};
   app.footer(std::string(kExitCodes) + "\n\nExample: kda verify");
   app.set_version_flag("--version", std::string("kda ") + version());

@@ -81,6 +81,11 @@ Result<std::vector<Row>> chosen_rows(const Common& common) {
       rows.push_back({info, device});
     }
   }
+  if (rows.empty()) {
+    return Status(StatusCode::kUnsupported,
+                  fmt::format("--impl: found {}, which runs on CUDA alone: {}",
+                              common.implementation, cuda_unavailable_reason()));
+  }
   return rows;
 }
 

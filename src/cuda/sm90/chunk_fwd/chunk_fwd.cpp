@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <limits>
 #include <string>
-#include <utility>
 
 #include <fmt/format.h>
 
@@ -147,10 +146,7 @@ std::string obstacle_of(const Problem& problem) {
 
 Result<std::unique_ptr<Executor>> make_chunk_fwd(const Problem& problem, const Device& device,
                                                  const Options&) {
-  if (Status status = check_hopper(device); !status.ok()) return status;
-  if (std::string obstacle = obstacle_of(problem); !obstacle.empty()) {
-    return Status(StatusCode::kUnsupported, std::move(obstacle));
-  }
+  if (Status status = check_hopper(device, obstacle_of(problem)); !status.ok()) return status;
   return make_pipeline(problem, device, chunk_fwd);
 }
 
