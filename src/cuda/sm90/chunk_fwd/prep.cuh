@@ -263,11 +263,30 @@ __global__ void __launch_bounds__(kPrepThreads, kIsBf16<Io> ? kPrepBlocksPerSm :
   const int segment = tid / Traits::kPairs;
   const int first = segment * Traits::kTokens;
   const auto HV = static_cast<uint32_t>(p.heads.HV);
-  const uint32_t hv = blockIdx.x % HV;
+  const auto count = static_cast<uint32_t>(p.sequences.chunk_rows) * HV;
+  const uint32_t per_row = p.sequences.cu.data ? 1 : static_cast<uint32_t>(p.sequences.chunks_per_row);
+  const uint32_t batches = static_cast<uint32_t>(p.sequences.chunk_rows) / per_row;
+  const auto record_of = [&](uint32_t item) {
+    if (p.sequences.cu.data) return item;
+    const uint32_t hv = item % HV;
+    const uint32_t row = item / HV;
+    return (row % batches * per_row + row / batches) * HV + hv;
+  };
+  if (p.ready) {
+    for (uint32_t i = tid; blockIdx.x + i * gridDim.x < count; i += kPrepThreads)
+      p.ready[record_of(blockIdx.x + i * gridDim.x)] = 0;
+    __threadfence();
+    __syncthreads();
+    cudaTriggerProgrammaticLaunchCompletion();
+  }
+  for (uint32_t item = blockIdx.x; item < count; item += gridDim.x) {
+  const uint32_t index = record_of(item);
+  const uint32_t hv = index % HV;
   const uint32_t head = hv / static_cast<uint32_t>(p.heads.group);
-  const Chunk chunk = small_chunk_of(p.sequences, blockIdx.x / HV);
-  if (chunk.rows == 0) return;
-  std::byte* const record = p.records + int64_t{blockIdx.x} * Record<K>::kBytes;
+  const Chunk chunk = small_chunk_of(p.sequences, index / HV);
+  if (chunk.rows == 0) continue;
+  std::byte* const record = p.records + int64_t{index} * Record<K>::kBytes;
+  __syncthreads();
   load_rows<Io, K>(shared.rows.raw_q(), p.q, chunk, head);
   load_rows<Io, K>(shared.rows.raw_k(), p.k, chunk, head);
   commit_copies();
@@ -312,6 +331,11 @@ __global__ void __launch_bounds__(kPrepThreads, kIsBf16<Io> ? kPrepBlocksPerSm :
     write_solve(shared, record, p.split_beta);
   } else {
     write_scores(shared, record);
+  }
+  if (p.ready) {
+    __syncthreads();
+    if (tid == 0) asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(p.ready + index) : "memory");
+  }
   }
 }
 
