@@ -1,16 +1,15 @@
 // sm90_chunk_fwd against the float64 reference on the same rounded inputs, in guarded memory and
 // under graph capture, and what it leaves to the generic row.
-#include <algorithm>
 #include <string>
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include "check.h"
 #include "compare.h"
 #include "cuda/device_case.h"
 #include "execute.h"
 #include "generate.h"
-#include "support/emulation.h"
 #include "support/guarded_run.h"
 
 namespace kda::test {
@@ -52,29 +51,19 @@ Problem problem_of(const Case& c, bool exact) {
   return problem;
 }
 
-/// 6.4: repeated keys are ill-conditioned for any 16-bit path, so they are held to the rounding
-/// points of the w/u form too.
-bool is_ill_conditioned(Family family) {
-  return family == Family::kCorr || family == Family::kSame || family == Family::kPredicted;
-}
-
 /// "" or what is further from the reference than 7.3 allows, for ill-conditioned families than
-/// 1.5 times what rounding alone makes of the same inputs, if that is more.
+/// rounding alone makes of the same inputs.
 std::string beyond_limits(const Case& c, const CaseSpec& spec, const TensorMap& results) {
   const TensorMap expected =
       cases::execute_operation(problem_of(c, true), c.inputs, {}, choosing("reference"))
           .value()
           .outputs;
-  TensorMap emulated;
-  if (is_ill_conditioned(spec.family)) emulated = emulate(c, {Emulation::Form::kWu, 64, spec.io});
+  const TensorMap emulated = cases::emulated_rounding(c, spec.io);
   std::string text;
   for (const auto& [id, reference] : expected) {
     const TensorId row = id == kH ? kFinalState : id;
     const cases::Difference d = cases::compare(c, row, results.at(id), reference);
-    double limit = cases::limit_of(cases::precision_of(spec.io), row);
-    if (const auto at = emulated.find(id); at != emulated.end()) {
-      limit = std::max(limit, 1.5 * cases::compare(c, row, at->second, reference).ratio);
-    }
+    const double limit = cases::limit_beside(emulated, c, id, reference, spec.io);
     if (d.finite && d.ratio <= limit && d.block_ratio <= cases::kBlockFactor * limit) continue;
     text += fmt::format("{}: ratio {:.3g}, worst block {:.3g}, limit {:.3g}{}; ", name_of(id),
                         d.ratio, d.block_ratio, limit, d.finite ? "" : ", not finite");

@@ -22,6 +22,8 @@ struct Case {
   Problem forward;
   TensorMap inputs;
   TensorMap expected;  ///< empty if unknown
+  /// Keys repeat, or the state predicts v: 16-bit operands cannot reach 7.3 (6.4).
+  bool ill_conditioned = false;
 
   bool has_gradients() const { return inputs.count(TensorId::kDo) != 0; }
   const HostTensor* input(TensorId id) const;

@@ -21,10 +21,21 @@ struct CheckedOutput {
   bool pass = false;
 };
 
+/// What rounding alone makes of an ill-conditioned case (6.4) on a 16-bit path: the outputs of the
+/// emulated w/u form in the case's chunks. Empty for other cases and dtypes.
+TensorMap emulated_rounding(const Case& c, DType io);
+
+/// The largest ratio of an output that counts as right: the row of `io` in 7.3 or, where `emulated`
+/// has the output, kRoundingFactor times its error if that is more.
+double limit_beside(const TensorMap& emulated, const Case& c, TensorId id, const HostTensor& want,
+                    DType io);
+inline constexpr double kRoundingFactor = 1.5;
+
 /// Runs the case and compares every output with `expected`, or with the float64 reference where
 /// the case has none. On the CPU outputs are fp32 and held to the fp32 row, or fp64 and held to the
 /// float64 row if the float64 reference is what runs; on CUDA outputs have their public dtypes and
-/// the row of q's dtype.
+/// the row of q's dtype; ill-conditioned cases are held to
+/// limit_beside(emulated_rounding).
 Result<std::vector<CheckedOutput>> check_case(const Case& c, const Device& device,
                                               const Options& options);
 

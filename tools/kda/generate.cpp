@@ -16,6 +16,10 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr uint64_t kDirectionStream = 100;  // beside the streams that TensorId numbers
 constexpr uint64_t kChoiceStream = 101;
 
+bool is_ill_conditioned(Family family) {
+  return family == Family::kCorr || family == Family::kSame || family == Family::kPredicted;
+}
+
 uint64_t stream_of(TensorId id) { return static_cast<uint64_t>(id); }
 
 struct Normals {
@@ -54,6 +58,7 @@ class Generator {
 
   void set_options() {
     case_.name = describe(spec_);
+    case_.ill_conditioned = is_ill_conditioned(spec_.family);
     Problem& p = case_.forward;
     p.sizes = s_;
     if (!spec_.cu_seqlens.empty()) {

@@ -20,7 +20,6 @@ CaseSpec packed(int64_t T, std::vector<int64_t> cu_seqlens) {
 void add_families(std::vector<CaseSpec>& suite, bool half) {
   for (const Gate gate : {Gate::kNone, Gate::kSoftplus, Gate::kLowerBound}) {
     for (const Family family : kFamilies) {
-      if (half && (family == Family::kSame || family == Family::kPredicted)) continue;
       CaseSpec spec = sized({1, 130, 1, 2, 64, half ? 64 : 32, 0, 0});
       spec.family = family;
       spec.gate = gate;

@@ -167,14 +167,9 @@ struct GradBlock {
     GradFinish<K> finish(shared, p, work, warp, lane);
     finish.scale_rows(S);
     multiply_rows(S);
-    finish.fold_rows(S);
-    float dkc[16];
-    {
-      float x[24];
-      multiply_columns(x);
-      finish.fold_columns(dkx, dkc, x);
-    }
-    finish.run(S, dkx, dkc, has_far);
+    float x[24];
+    multiply_columns(x);
+    finish.run(S, dkx, x, has_far);
   }
 };
 

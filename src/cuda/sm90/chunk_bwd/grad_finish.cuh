@@ -27,9 +27,6 @@ struct GradFinish {
   __device__ __forceinline__ ChannelGate gate_of(int c) const {
     return channel_gate(shared, at.channel(c));
   }
-  __device__ __forceinline__ float G(int i, int c, int e) const {
-    return shared.G[at.token(i, e)][at.channel(c)];
-  }
   __device__ __forceinline__ float q(int i, int c, int e) const {
     const int t = at.token(i, e);
     return __bfloat162float(shared.q[t][at.channel(c)]) * shared.norm[0][t];
@@ -53,51 +50,79 @@ struct GradFinish {
     });
   }
 
-  /// S -> [dq1 + dq2 | kr] of everything but far pairs.
-  __device__ __forceinline__ void fold_rows(float (&S)[32]) const {
-    const float first[2][2] = {{shared.G[0][at.channel(0)], shared.G[kBlock][at.channel(0)]},
-                               {shared.G[0][at.channel(1)], shared.G[kBlock][at.channel(1)]}};
-    GradLane::each([&](int r, int i, int c, int e) {
-      const float up = exp2_of(G(i, c, e) - first[c][i / 2]);
-      S[r] *= up;
-      S[16 + r] *= up;
-    });
+  /// A rounded operand of the intra products.
+  static __device__ __forceinline__ float operand(const unsigned char* panel, int row, int k) {
+    return __bfloat162float(
+        *reinterpret_cast<const Bf16*>(panel + unit_offset(row, k % 64 / 8) + k % 8 * 2));
   }
 
-  /// dkx gets its factor; dkc from its arranged parts.
-  __device__ __forceinline__ void fold_columns(float (&dkx)[16], float (&dkc)[16],
-                                               const float (&x)[24]) const {
+  /// (5.32) of everything but far pairs: S -> [dq | dk], dkx -> k . dkx, W, and each token's sums
+  /// over this thread's channels. x is dkc before the columns' factors, arranged.
+  ///
+  /// A pair of tokens enters W of both with opposite signs, and dg of the tokens before takes the
+  /// sum. There the rounding of its operands has to cancel too, so W multiplies the sums by the
+  /// operands as they were rounded.
+  __device__ __forceinline__ void combine(float (&S)[32], float (&dkx)[16], const float (&x)[24],
+                                          float (&W)[16], float (&sums)[3][8]) const {
     const ChannelGate gate[2] = {gate_of(0), gate_of(1)};
-    float rest[2];  // from row 16 to the end
-#pragma unroll
-    for (int c = 0; c < 2; ++c) rest[c] = exp2_of(gate[c].end - gate[c].first[1]);
-    GradLane::each<0, 2>([&](int r, int i, int c, int e) {
-      const float g = G(i, c, e);
-      const float cross = exp2_of(gate[c].first[1] - g);
-      dkx[r] *= p.mantissa * rest[c] * cross;
-      const float diagonal = gate[c].far[0] ? 0 : exp2_of(gate[c].first[0] - g) * x[r];
-      dkc[r] = fmaf(cross, x[8 + r], diagonal);
-    });
-    GradLane::each<2, 4>([&](int r, int i, int c, int e) {
-      const float g = G(i, c, e);
-      dkx[r] *= p.mantissa * exp2_of(gate[c].end - g);
-      dkc[r] = gate[c].far[1] ? 0 : exp2_of(gate[c].first[1] - g) * x[8 + r];
+    const unsigned char* const rows = shared.intra.rows[warp / 4];
+    const unsigned char* const columns = shared.intra.columns[warp / 4];
+    GradLane::each([&](int r, int i, int c, int e) {
+      const int t = at.token(i, e);
+      const int channel = at.channel(c);
+      const int block = i / 2;
+      const float g = shared.G[t][channel];
+      const float down = gate[c].far[block] ? 0 : exp2_of(gate[c].first[block] - g);
+      const float diagonal = x[r + 8 * block];
+      float w =
+          fmaf(operand(rows, t, channel), S[r], operand(rows, kChunk + t, channel) * S[16 + r]);
+      w = fmaf(-operand(columns, t + block * kBlock, channel), diagonal, w);
+      float dkc = down * diagonal;
+      if (block == 0) {
+        w = fmaf(-operand(columns, kBlock + t, channel), x[8 + r], w);
+        dkc = fmaf(exp2_of(gate[c].first[1] - g), x[8 + r], dkc);
+      }
+      W[r] = w;
+      const float up = exp2_of(g - gate[c].first[block]);
+      const float y = q(i, c, e);
+      const float z = k(i, c, e);
+      const float d = shared.diagonal[t];
+      const float kr = up * S[16 + r];
+      const float last = p.mantissa * exp2_of(gate[c].end - g) * dkx[r];
+      S[r] = fmaf(d, z, up * S[r]);
+      S[16 + r] = fmaf(shared.beta[t], kr, last) + fmaf(d, y, dkc);
+      dkx[r] = last * z;
+      sums[kKeySum][2 * i + e] += kr * z;
+      sums[kQueryNorm][2 * i + e] += S[r] * y;
+      sums[kKeyNorm][2 * i + e] += S[16 + r] * z;
     });
   }
 
   /// One element at a time: unrolled, the rare path would take the common one's registers.
-  __device__ __forceinline__ void add_far(float (&S)[32], float (&dkc)[16]) const {
+  __device__ __forceinline__ void add_far(float (&S)[32], float (&W)[16],
+                                          float (&sums)[3][8]) const {
 #pragma unroll 1
     for (int r = 0; r < 16; ++r) {
       const int c = r / 2 % 2;
       const ChannelGate gate = gate_of(c);
       if (!(r < 8 ? gate.far[0] : gate.far[1])) continue;
-      const float3 sum = far_sums(shared, at.token(r / 4, r % 2), at.channel(c));
+      const int t = at.token(r / 4, r % 2);
+      const float3 sum = far_sums(shared, t, at.channel(c));
+      const float y = q(r / 4, c, r % 2);
+      const float z = k(r / 4, c, r % 2);
+      const float row = shared.beta[t] * sum.y;
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
         S[i] += i == r ? sum.x : 0;
-        S[16 + i] += i == r ? sum.y : 0;
-        dkc[i] += i == r ? sum.z : 0;
+        S[16 + i] += i == r ? row + sum.z : 0;
+        W[i] += i == r ? fmaf(y, sum.x, z * (row - sum.z)) : 0;
+      }
+#pragma unroll
+      for (int token = 0; token < 8; ++token) {
+        const bool own = token == r / 4 * 2 + r % 2;
+        sums[kKeySum][token] += own ? sum.y * z : 0;
+        sums[kQueryNorm][token] += own ? sum.x * y : 0;
+        sums[kKeyNorm][token] += own ? (row + sum.z) * z : 0;
       }
     }
   }
@@ -111,33 +136,6 @@ struct GradFinish {
     if (lane >= 4) return;
 #pragma unroll
     for (int t = 0; t < 8; ++t) shared.partial[which][warp][at.token(t / 2, t % 2)] = x[t];
-  }
-
-  /// (5.32): S = [dq | dk], dkc = W, dkx = k . dkx, and the sums over channels.
-  __device__ __forceinline__ void combine(float (&S)[32], float (&dkx)[16],
-                                          float (&dkc)[16]) const {
-    float sums[3][8] = {};
-    GradLane::each([&](int r, int i, int c, int e) {
-      const int t = at.token(i, e);
-      const float y = q(i, c, e);
-      const float z = k(i, c, e);
-      const float beta = shared.beta[t];
-      const float d = shared.diagonal[t];
-      const float dq = fmaf(d, z, S[r]);
-      const float kr = S[16 + r];
-      const float dk = fmaf(beta, kr, dkx[r]) + fmaf(d, y, dkc[r]);
-      dkc[r] = fmaf(y, S[r], z * fmaf(beta, kr, -dkc[r]));
-      dkx[r] *= z;
-      sums[kKeySum][2 * i + e] += kr * z;
-      sums[kQueryNorm][2 * i + e] += dq * y;
-      sums[kKeyNorm][2 * i + e] += dk * z;
-      S[r] = dq;
-      S[16 + r] = dk;
-    });
-    put_sums(kKeySum, sums[kKeySum]);
-    if (!p.undo_l2norm) return;
-    put_sums(kQueryNorm, sums[kQueryNorm]);
-    put_sums(kKeyNorm, sums[kKeyNorm]);
   }
 
   /// Adds the warps' sums; dbeta.
@@ -246,15 +244,24 @@ struct GradFinish {
     }
   }
 
-  /// S as fold_rows left it, dkx and dkc as fold_columns did.
-  __device__ __forceinline__ void run(float (&S)[32], float (&dkx)[16], float (&dkc)[16],
+  /// S with the intra products on it, dkx and x as the products left them.
+  __device__ __forceinline__ void run(float (&S)[32], float (&dkx)[16], const float (&x)[24],
                                       bool has_far) const {
-    if (has_far) add_far(S, dkc);
-    combine(S, dkx, dkc);
+    float W[16];
+    {
+      float sums[3][8] = {};
+      combine(S, dkx, x, W, sums);
+      if (has_far) add_far(S, W, sums);
+      put_sums(kKeySum, sums[kKeySum]);
+      if (p.undo_l2norm) {
+        put_sums(kQueryNorm, sums[kQueryNorm]);
+        put_sums(kKeyNorm, sums[kKeyNorm]);
+      }
+    }
     __syncthreads();
     finish_sums();
-    sum_tokens(dkc, dkx);
-    store_fp32(p.dg, dkc);
+    sum_tokens(W, dkx);
+    store_fp32(p.dg, W);
     if (p.undo_l2norm) {
       __syncthreads();
       undo_norms(S);

@@ -1,0 +1,31 @@
+// A float64 model of the chunked forward and backward that rounds where a 16-bit path rounds (4.7
+// and 5.4 of docs/semantics.md), and nowhere else: how much error the rounding points themselves
+// make.
+#pragma once
+
+#include "case.h"
+
+namespace kda::cases {
+
+struct Emulation {
+  enum class Form {
+    kWu,  ///< w, u and v' = u - w h: (4.11) to (4.14), beta ke and beta v rounded as operands;
+          ///< backward by stages: (5.2) to (5.26)
+    kR,   ///< v' = T (v - ke h), T = A diag(beta): (4.16); backward (5.27) to (5.33)
+  };
+  Form form = Form::kR;
+  int64_t chunk = 32;
+  DType type = DType::kBF16;     ///< what is rounded to; kF64 rounds nothing
+  bool rounded_scores = false;   ///< the operands of L and P, dP and dL are of `type` too
+  bool two_term_update = false;  ///< kg is the sum of two values of `type`
+  bool matched_pairs = true;     ///< W multiplies by the scores' operands as they were rounded
+};
+
+/// o, h and final_state as fp64 tensors. Takes every option of a forward case; its chunk_size must
+/// be a multiple of `chunk`.
+TensorMap emulate(const Case& c, const Emulation& emulation);
+
+/// Every gradient of backward_problem as fp64 tensors that hold values of the outputs' dtypes.
+TensorMap emulate_backward(const Case& c, const Emulation& emulation);
+
+}  // namespace kda::cases

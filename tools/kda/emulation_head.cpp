@@ -1,0 +1,230 @@
+#include "emulation_head.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+namespace kda::cases {
+
+using enum TensorId;
+
+Matrix product(const Matrix& a, const Matrix& b) {
+  Matrix c(a.rows, b.columns);
+  for (int64_t i = 0; i < a.rows; ++i) {
+    for (int64_t p = 0; p < a.columns; ++p) {
+      for (int64_t j = 0; j < b.columns; ++j) c(i, j) += a(i, p) * b(p, j);
+    }
+  }
+  return c;
+}
+
+Matrix transposed(const Matrix& a) {
+  Matrix b(a.columns, a.rows);
+  for (int64_t i = 0; i < a.rows; ++i) {
+    for (int64_t j = 0; j < a.columns; ++j) b(j, i) = a(i, j);
+  }
+  return b;
+}
+
+Matrix difference(Matrix a, const Matrix& b) {
+  for (std::size_t i = 0; i < a.data.size(); ++i) a.data[i] -= b.data[i];
+  return a;
+}
+
+Matrix times(Matrix a, double factor) {
+  for (double& x : a.data) x *= factor;
+  return a;
+}
+
+Matrix by_rows(Matrix a, const std::vector<double>& x) {
+  for (int64_t i = 0; i < a.rows; ++i) {
+    for (int64_t j = 0; j < a.columns; ++j) a(i, j) *= x[static_cast<std::size_t>(i)];
+  }
+  return a;
+}
+
+double rounded(double x, DType type) {
+  if ((type != DType::kBF16 && type != DType::kF16) || x == 0) return x;
+  const int digits = type == DType::kBF16 ? 8 : 11;
+  const int least = type == DType::kBF16 ? -126 : -14;
+  const int exponent = std::max(std::ilogb(x), least) - digits + 1;
+  return std::ldexp(std::nearbyint(std::ldexp(x, -exponent)), exponent);
+}
+
+Matrix rounded(Matrix m, DType type) {
+  for (double& x : m.data) x = rounded(x, type);
+  return m;
+}
+
+namespace {
+
+/// (I + L)^-1, L = strict lower triangle of diag(beta) scores.
+Matrix inverse(const Matrix& kk, const std::vector<double>& beta) {
+  Matrix A(kk.rows, kk.rows);
+  for (int64_t i = 0; i < kk.rows; ++i) {
+    A(i, i) = 1;
+    for (int64_t p = 0; p < i; ++p) {
+      const double L = beta[static_cast<std::size_t>(i)] * kk(i, p);
+      for (int64_t j = 0; j <= p; ++j) A(i, j) -= L * A(p, j);
+    }
+  }
+  return A;
+}
+
+}  // namespace
+
+Matrix EmulatedHead::state_of(TensorId id) const {
+  Matrix state(s_.K, s_.V);
+  each_of_state(state, [&](double& x, int64_t index) {
+    if (const HostTensor* given = case_.input(id)) x = given->get(index);
+  });
+  return state;
+}
+
+Matrix EmulatedHead::values(TensorId id, int64_t begin, int64_t rows) const {
+  Matrix m(rows, s_.V);
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t j = 0; j < s_.V; ++j) m(i, j) = case_.input(id)->get(row(begin + i) * s_.V + j);
+  }
+  return m;
+}
+
+/// Rows of q or k as the recurrence sees them: (3.2).
+Matrix EmulatedHead::keys(TensorId id, int64_t begin, int64_t rows) const {
+  const HostTensor& t = *case_.input(id);
+  Matrix m(rows, s_.K);
+  for (int64_t i = 0; i < rows; ++i) {
+    double squares = 0;
+    for (int64_t k = 0; k < s_.K; ++k) {
+      m(i, k) = t.get(key_row(begin + i) * s_.K + k);
+      squares += m(i, k) * m(i, k);
+    }
+    if (!case_.forward.qk_l2norm) continue;
+    for (int64_t k = 0; k < s_.K; ++k) m(i, k) /= std::sqrt(squares + 1e-6);
+  }
+  return m;
+}
+
+double EmulatedHead::slope() const {
+  const HostTensor* A_log = case_.input(kALog);
+  return A_log == nullptr ? 1 : std::exp(A_log->get(hv_));
+}
+
+double EmulatedHead::gate_input(int64_t token, int64_t k) const {
+  const HostTensor* bias = case_.input(kDtBias);
+  return case_.input(kG)->get(row(token) * s_.K + k) +
+         (bias == nullptr ? 0 : bias->get(hv_ * s_.K + k));
+}
+
+double EmulatedHead::gate(int64_t token, int64_t k) const {
+  const Problem& p = case_.forward;
+  const double z = gate_input(token, k);
+  if (p.gate == Gate::kNone) return z;
+  const double a = slope();
+  if (p.gate == Gate::kLowerBound) return p.lower_bound / (1 + std::exp(-a * z));
+  return -a * (z > 30 ? z : std::log1p(std::exp(z)));
+}
+
+/// (4.1) with the clamp of 6.5, natural logarithm.
+Matrix EmulatedHead::cumulative(int64_t begin, int64_t rows) const {
+  Matrix G(rows, s_.K);
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t k = 0; k < s_.K; ++k) {
+      G(i, k) = std::max(gate(begin + i, k), -40.0) + (i > 0 ? G(i - 1, k) : 0.0);
+    }
+  }
+  return G;
+}
+
+double EmulatedHead::beta(int64_t token) const {
+  const double x = case_.input(kBeta)->get(row(token));
+  if (!case_.forward.beta_sigmoid) return x;
+  return (case_.forward.allow_neg_eigval ? 2 : 1) / (1 + std::exp(-x));
+}
+
+EmulatedHead::Factors EmulatedHead::factors(const Matrix& G, int64_t i, int64_t j, int64_t c) {
+  const int64_t reference = i / kBlock * kBlock;
+  const double between = G(reference, c);
+  if (j >= reference && between - G(j, c) > 75) return {true, std::exp(G(i, c) - G(j, c)), 1};
+  return {false, std::exp(G(i, c) - between), std::exp(between - G(j, c))};
+}
+
+/// x_i . k_j decayed from j to i, j <= i.
+Matrix EmulatedHead::scores(const Matrix& x, const Matrix& k, const Matrix& G) const {
+  Matrix m(x.rows, x.rows);
+  for (int64_t i = 0; i < x.rows; ++i) {
+    for (int64_t j = 0; j <= i; ++j) {
+      for (int64_t c = 0; c < s_.K; ++c) {
+        const Factors f = factors(G, i, j, c);
+        const DType type = f.far ? DType::kF64 : score_type();
+        m(i, j) += rounded(x(i, c) * f.up, type) * rounded(k(j, c) * f.down, type);
+      }
+    }
+  }
+  return m;
+}
+
+ChunkOperands EmulatedHead::operands(int64_t begin, int64_t rows) const {
+  const DType type = emulation_.type;
+  const Matrix G = cumulative(begin, rows);
+  const Matrix q = keys(kQ, begin, rows);
+  const Matrix k = keys(kK, begin, rows);
+  std::vector<double> betas;
+  for (int64_t i = 0; i < rows; ++i) betas.push_back(beta(begin + i));
+  Matrix qe = q;
+  Matrix ke = k;
+  Matrix update(s_.K, rows);
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t c = 0; c < s_.K; ++c) {
+      qe(i, c) *= std::exp(G(i, c));
+      ke(i, c) *= std::exp(G(i, c));
+      const double kg = k(i, c) * std::exp(G(rows - 1, c) - G(i, c));
+      const double high = rounded(kg, type);
+      update(c, i) = high + (emulation_.two_term_update ? rounded(kg - high, type) : 0);
+    }
+  }
+  Matrix A = inverse(scores(k, k, G), betas);
+  return {begin,
+          rows,
+          G,
+          q,
+          k,
+          values(kV, begin, rows),
+          std::move(betas),
+          std::move(qe),
+          std::move(ke),
+          std::move(update),
+          std::move(A),
+          scores(q, k, G)};
+}
+
+Matrix EmulatedHead::w_of(const ChunkOperands& x) const {
+  const DType type = emulation_.type;
+  return rounded(product(rounded(x.A, type), rounded(by_rows(x.ke, x.beta), type)), type);
+}
+
+Matrix EmulatedHead::new_values(const ChunkOperands& x, const Matrix& h) const {
+  const DType type = emulation_.type;
+  if (emulation_.form == Emulation::Form::kWu) {
+    const Matrix u =
+        rounded(product(rounded(x.A, type), rounded(by_rows(x.v, x.beta), type)), type);
+    return rounded(difference(u, product(w_of(x), h)), type);
+  }
+  Matrix T = x.A;
+  for (int64_t i = 0; i < T.rows; ++i) {
+    for (int64_t j = 0; j < T.columns; ++j) T(i, j) *= x.beta[static_cast<std::size_t>(j)];
+  }
+  const Matrix r = rounded(difference(x.v, product(rounded(x.ke, type), h)), type);
+  return rounded(product(rounded(T, type), r), type);
+}
+
+/// (4.15).
+void EmulatedHead::move_on(Matrix& state, const ChunkOperands& x, const Matrix& v_new) const {
+  const Matrix change = product(x.update, v_new);
+  for (int64_t c = 0; c < s_.K; ++c) {
+    const double kept = std::exp(x.G(x.rows - 1, c));
+    for (int64_t j = 0; j < s_.V; ++j) state(c, j) = kept * state(c, j) + change(c, j);
+  }
+}
+
+}  // namespace kda::cases
