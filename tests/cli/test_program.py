@@ -528,6 +528,23 @@ class Bench(ProgramTest):
                     self.assertGreater(row["copy_share"], 0)
                     self.assertGreaterEqual(row["flop"], 0)
 
+    def test_packed_sequences_are_timed(self):
+        result = kda("bench", "--suite", "prefill", "--shape", "1,48,1,2,32,32", "--lengths",
+                     "16,0,31,1", "--repeat", "1", "--device", "cpu", "--json")
+        self.check(result, 0)
+        _, row = self.lines(result)
+        self.assertEqual((row["sequences"], row["shape"]), (4, [1, 48, 1, 2, 32, 32]))
+
+    def test_lengths_that_do_not_fit_are_named(self):
+        for arguments, found in ((("--shape", "1,48,1,2,32,32", "--lengths", "16,31"), "sum is 47"),
+                                 (("--shape", "2,48,1,2,32,32", "--lengths", "48"), "B = 2"),
+                                 (("--lengths", "48"), "--shape"),
+                                 (("--suite", "decode", "--lengths", "48"), "decode")):
+            with self.subTest(found):
+                result = kda("bench", "--device", "cpu", "--json", *arguments)
+                self.check(result, 2)
+                self.assertIn(found, self.lines(result)[-1]["error"])
+
     def test_the_cost_of_a_call_is_a_matter_of_devices(self):
         result = kda("bench", "--suite", "host", "--repeat", "1", "--device", "cpu", "--json")
         self.check(result, 3)

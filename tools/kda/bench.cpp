@@ -30,7 +30,7 @@ struct Bench {
   Device device;
   BenchOptions options;
   Suite suite = Suite::kShape;
-  std::vector<Sizes> shapes;
+  std::vector<BenchShape> shapes;
   double copy_bandwidth = 0;
   int unsupported = 0;
 };
@@ -69,9 +69,30 @@ Result<Bench> set_up(const BenchCommand& command) {
   if (!command.shape.empty()) {
     Result<Sizes> sizes = parse_shape(command.shape);
     if (!sizes.ok()) return sizes.status();
-    bench.shapes = {*sizes};
+    bench.shapes = {{*sizes, {}}};
   }
-  const Sizes probe =
+  if (!command.lengths.empty()) {
+    if (bench.suite != Suite::kShape && bench.suite != Suite::kTrain &&
+        bench.suite != Suite::kPrefill) {
+      return Status(StatusCode::kInvalidArgument,
+                    fmt::format("--lengths: packs the sequences of suite train or prefill, found "
+                                "--suite {}",
+                                command.suite));
+    }
+    if (bench.shapes.empty()) {
+      return Status(StatusCode::kInvalidArgument, "--lengths: needs --shape, whose T is their sum");
+    }
+    const Sizes sizes = bench.shapes[0].sizes;
+    bench.shapes[0] = packed_shape(sizes, command.lengths);
+    const Sizes& packed = bench.shapes[0].sizes;
+    if (sizes.B != packed.B || sizes.T != packed.T) {
+      return Status(StatusCode::kInvalidArgument,
+                    fmt::format("--lengths: their sum is {}; found --shape with B = {} and T = {}, "
+                                "expected B = 1 and T = {}",
+                                packed.T, sizes.B, sizes.T, packed.T));
+    }
+  }
+  const BenchShape probe =
       bench.shapes.empty() ? shapes_of(bench.suite, DeviceType::kCuda).front() : bench.shapes[0];
   const std::vector<Workload> workloads = workloads_of(bench.suite, probe, bench.options);
   for (const Workload& workload : workloads) {
@@ -244,6 +265,7 @@ void print_row(const Bench& bench, const Workload& workload, const Measured& mea
   if (bench.command.common.json) {
     print_json({{"operation", kda::name_of(problem.operation)},
                 {"shape", {s.B, s.T, s.H, s.HV, s.K, s.V}},
+                {"sequences", problem.packed() ? s.N : 0},
                 {"state", state_text(workload)},
                 {"impl", measured.implementation},
                 {"median_ms", t.median * 1e3},
@@ -296,10 +318,10 @@ int bench(const BenchCommand& command) {
   }
   print_machine(*bench);
   Progress progress("timing");
-  for (const Sizes& sizes : bench->shapes) {
+  for (const BenchShape& shape : bench->shapes) {
     progress.step("(making inputs)");
-    TensorMap tensors = inputs_of(bench->suite, sizes, bench->options);
-    for (const Workload& workload : workloads_of(bench->suite, sizes, bench->options)) {
+    TensorMap tensors = inputs_of(bench->suite, shape, bench->options);
+    for (const Workload& workload : workloads_of(bench->suite, shape, bench->options)) {
       progress.step(fmt::format("{} {}", kda::name_of(workload.problem.operation),
                                 shape_text(workload.problem)));
       if (workload.state_in_place) {

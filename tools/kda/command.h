@@ -47,6 +47,7 @@ struct VerifyCommand {
 struct BenchCommand {
   Common common;
   std::vector<int64_t> shape;
+  std::vector<int64_t> lengths;
   std::string suite;
   std::string dtype = "bf16";
   std::string gate = "softplus";

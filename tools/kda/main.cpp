@@ -99,6 +99,12 @@ void add_bench(CLI::App& app, BenchCommand& command) {
       "train (forward, backward), prefill (forward), decode (state in place and in a pool with "
       "skipped sequences, one token; on CUDA 1, 4 and 8), stages or host (what a call costs its "
       "thread); at --shape if given");
+  sub->add_option("--lengths", command.lengths,
+                  "Lengths of packed sequences, with commas between: cu_seqlens for --shape, whose "
+                  "T is their sum")
+      ->delimiter(',')
+      ->allow_extra_args(false)
+      ->check(check_integer);
   sub->add_option("--repeat", command.repeat, "Timed runs, fewer if they take over 10 s")
       ->check(CLI::Range(1, 100000))
       ->capture_default_str();

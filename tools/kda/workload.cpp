@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
+#include <utility>
 
 #include "generate.h"
 
@@ -35,6 +37,7 @@ Problem whole_operation(Operation operation, const Sizes& sizes, const BenchOpti
   problem.gate = options.gate;
   problem.lower_bound = options.gate == Gate::kLowerBound ? -5 : 0;
   problem.set(TensorId::kG, options.io).set(TensorId::kBeta, options.io);
+  if (sizes.N > 0) problem.set(TensorId::kCuSeqlens, DType::kI64);
   if (options.gate != Gate::kNone) {
     problem.set(TensorId::kALog, DType::kF32).set(TensorId::kDtBias, DType::kF32);
   }
@@ -101,18 +104,30 @@ HostTensor repeated(const HostTensor& small, int64_t B, int64_t T) {
 
 }  // namespace
 
-std::vector<Sizes> shapes_of(Suite suite, DeviceType device) {
+BenchShape packed_shape(Sizes sizes, std::vector<int64_t> lengths) {
+  sizes.B = 1;
+  sizes.T = std::accumulate(lengths.begin(), lengths.end(), int64_t{0});
+  sizes.N = static_cast<int64_t>(lengths.size());
+  return {sizes, std::move(lengths)};
+}
+
+std::vector<BenchShape> shapes_of(Suite suite, DeviceType device) {
   const auto shape = [](int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V) {
-    return Sizes{B, T, H, HV, K, V, 0, 0};
+    return BenchShape{{B, T, H, HV, K, V, 0, 0}, {}};
   };
   const bool cuda = device == DeviceType::kCuda;
   switch (suite) {
     case Suite::kPrefill:
-      if (cuda) return {shape(1, 8192, 96, 96, 128, 128), shape(8, 2048, 32, 32, 128, 128)};
+      if (cuda) {
+        const BenchShape long_one = shape(1, 8192, 96, 96, 128, 128);
+        return {long_one, packed_shape(long_one.sizes, {1300, 547, 2048, 963, 271, 3063}),
+                packed_shape(long_one.sizes, std::vector<int64_t>(8, 1024)),
+                shape(8, 2048, 32, 32, 128, 128)};
+      }
       return {shape(1, 2048, 8, 8, 128, 128), shape(4, 512, 4, 8, 128, 128)};
     case Suite::kDecode:
       if (cuda) {
-        std::vector<Sizes> shapes;
+        std::vector<BenchShape> shapes;
         for (const int64_t T : {1, 4, 8}) {
           for (const int64_t B : {1, 8, 32, 128, 256})
             shapes.push_back(shape(B, T, 32, 32, 128, 128));
@@ -137,7 +152,9 @@ std::vector<Sizes> shapes_of(Suite suite, DeviceType device) {
           shape(1, 131072, 32, 32, 128, 128)};
 }
 
-std::vector<Workload> workloads_of(Suite suite, const Sizes& sizes, const BenchOptions& options) {
+std::vector<Workload> workloads_of(Suite suite, const BenchShape& shape,
+                                   const BenchOptions& options) {
+  const Sizes& sizes = shape.sizes;
   std::vector<Workload> list;
   switch (decodes(suite, sizes) ? Suite::kDecode : suite) {
     case Suite::kDecode:
@@ -167,11 +184,13 @@ std::vector<Workload> workloads_of(Suite suite, const Sizes& sizes, const BenchO
   return list;
 }
 
-cases::TensorMap inputs_of(Suite suite, const Sizes& sizes, const BenchOptions& options) {
+cases::TensorMap inputs_of(Suite suite, const BenchShape& shape, const BenchOptions& options) {
   constexpr int64_t kTokens = 1024;
+  const Sizes& sizes = shape.sizes;
   CaseSpec spec;
   spec.sizes = sizes;
   spec.sizes.B = 1;
+  spec.sizes.N = 0;
   spec.sizes.T = std::min(sizes.T, kTokens);
   spec.io = options.io;
   spec.gate_dtype = suite == Suite::kStages ? accurate(options.io) : options.io;
@@ -185,6 +204,15 @@ cases::TensorMap inputs_of(Suite suite, const Sizes& sizes, const BenchOptions& 
   for (auto& [id, tensor] : small.inputs) {
     const bool has_tokens = tensor.shape.size() > 2;
     inputs[id] = has_tokens ? repeated(tensor, sizes.B, sizes.T) : std::move(tensor);
+  }
+  if (!shape.lengths.empty()) {
+    HostTensor starts(DType::kI64, {sizes.N + 1});
+    int64_t start = 0;
+    for (int64_t i = 0; i < sizes.N; ++i) {
+      start += shape.lengths[static_cast<std::size_t>(i)];
+      starts.set(i + 1, static_cast<double>(start));
+    }
+    inputs[TensorId::kCuSeqlens] = std::move(starts);
   }
   return inputs;
 }

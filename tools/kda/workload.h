@@ -24,15 +24,25 @@ struct BenchOptions {
   Gate gate = Gate::kSoftplus;
 };
 
+/// Sizes; of packed sequences (whole operations only) also the length of each.
+struct BenchShape {
+  Sizes sizes;
+  std::vector<int64_t> lengths;
+};
+
+/// One row of sizes.T = sum of `lengths` packed tokens.
+BenchShape packed_shape(Sizes sizes, std::vector<int64_t> lengths);
+
 /// The shapes that stand for a suite on a device.
-std::vector<Sizes> shapes_of(Suite suite, DeviceType device);
+std::vector<BenchShape> shapes_of(Suite suite, DeviceType device);
 
 /// The operations of a suite at one shape, in an order in which each finds its inputs.
-std::vector<Workload> workloads_of(Suite suite, const Sizes& sizes, const BenchOptions& options);
+std::vector<Workload> workloads_of(Suite suite, const BenchShape& shape,
+                                   const BenchOptions& options);
 
 /// Random inputs for them: what a case holds, tokens repeated beyond the first 1024 of a row. A
 /// state that is updated in place is initial_state_of its workload.
-cases::TensorMap inputs_of(Suite suite, const Sizes& sizes, const BenchOptions& options);
+cases::TensorMap inputs_of(Suite suite, const BenchShape& shape, const BenchOptions& options);
 
 /// Random, one sequence's state repeated; of a pool, every slot.
 cases::HostTensor initial_state_of(const Problem& problem);

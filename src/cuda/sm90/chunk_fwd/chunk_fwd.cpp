@@ -80,10 +80,9 @@ Status launch_scan(const ScanLaunch& scan, bool, cudaStream_t stream) {
   }
   if (!status.ok()) return status;
   const bool has_h = p.h.data != nullptr;
-  p.shape =
-      scan_shape(p.sequences.count * s.HV, s.V, sm_count(), p.ready != nullptr, has_h);
-  const int bytes = s.K == 64 ? scan_shared_bytes<64>(p.shape, has_h)
-                              : scan_shared_bytes<128>(p.shape, has_h);
+  p.shape = scan_shape(p.sequences.count * s.HV, s.V, sm_count(), p.ready != nullptr, has_h);
+  const int bytes =
+      s.K == 64 ? scan_shared_bytes<64>(p.shape, has_h) : scan_shared_bytes<128>(p.shape, has_h);
   const int64_t blocks = p.sequences.count * s.HV * (s.V / (p.shape.groups * kGroupColumns));
   void* arguments[] = {&p};
   return launch_raw({scan.name, blocks, scan_threads(p.shape.groups),
@@ -141,9 +140,8 @@ void chunk_fwd(Pipeline& run) {
   auto* const ready = static_cast<uint32_t*>(
       run.bytes(prep.sequences.chunk_rows * prep.heads.HV, sizeof(uint32_t)));
   const int32_t sms = sm_count();
-  const bool beside =
-      problem[kQ].dtype == DType::kBF16 &&
-      scan_fits_beside(prep.sequences.count * prep.heads.HV, prep.heads.V, sms);
+  const bool beside = problem[kQ].dtype == DType::kBF16 &&
+                      scan_fits_beside(prep.sequences.count * prep.heads.HV, prep.heads.V, sms);
   if (beside) {
     prep.ready = ready;
     prep.blocks = sms * kPrepBlocksBesideScan;

@@ -264,7 +264,8 @@ __global__ void __launch_bounds__(kPrepThreads, kIsBf16<Io> ? kPrepBlocksPerSm :
   const int first = segment * Traits::kTokens;
   const auto HV = static_cast<uint32_t>(p.heads.HV);
   const auto count = static_cast<uint32_t>(p.sequences.chunk_rows) * HV;
-  const uint32_t per_row = p.sequences.cu.data ? 1 : static_cast<uint32_t>(p.sequences.chunks_per_row);
+  const uint32_t per_row =
+      p.sequences.cu.data ? 1 : static_cast<uint32_t>(p.sequences.chunks_per_row);
   const uint32_t batches = static_cast<uint32_t>(p.sequences.chunk_rows) / per_row;
   const auto record_of = [&](uint32_t item) {
     if (p.sequences.cu.data) return item;
@@ -280,62 +281,64 @@ __global__ void __launch_bounds__(kPrepThreads, kIsBf16<Io> ? kPrepBlocksPerSm :
     cudaTriggerProgrammaticLaunchCompletion();
   }
   for (uint32_t item = blockIdx.x; item < count; item += gridDim.x) {
-  const uint32_t index = record_of(item);
-  const uint32_t hv = index % HV;
-  const uint32_t head = hv / static_cast<uint32_t>(p.heads.group);
-  const Chunk chunk = small_chunk_of(p.sequences, index / HV);
-  if (chunk.rows == 0) continue;
-  std::byte* const record = p.records + int64_t{index} * Record<K>::kBytes;
-  __syncthreads();
-  load_rows<Io, K>(shared.rows.raw_q(), p.q, chunk, head);
-  load_rows<Io, K>(shared.rows.raw_k(), p.k, chunk, head);
-  commit_copies();
-  float2 G[Traits::kTokens];
-  const auto sum_own_gates = [&] {
-    load_gates(G, p.gate.g, chunk, hv, first, column);
-    sum_gates(G, p.gate, hv, chunk.rows - first, column);
-  };
-  sum_own_gates();
-  load_beta(shared.beta, p, chunk, hv);
-  *reinterpret_cast<float2*>(&shared.firsts[segment][column]) = G[0];
-  *reinterpret_cast<float2*>(&shared.totals[segment][column]) = G[Traits::kTokens - 1];
-  wait_for_copies<0>();
-  __syncthreads();
-  norm_rows(shared, p.qk_l2norm);
-  const ColumnDecay decay = add_segments(shared, G, segment, column);
-  const float2 range = decay.reference - G[Traits::kTokens - 1];  // decays only add up
-  const bool has_far = __syncthreads_or(range.x > kFarRow || range.y > kFarRow) != 0;
-  if (segment == 0) {
-    *reinterpret_cast<float2*>(record + Record<K>::kDecay + column * 4) = exp2_pair(decay.end);
-  }
-  if (first < kBlock) {
-    write_tiles<Io, K, true>(shared, record, G, decay, first, column);
-  } else {
-    write_tiles<Io, K, false>(shared, record, G, decay, first, column);
-  }
-  __syncthreads();
-  compute_scores(shared);
-  if (has_far) {
-    sum_own_gates();  // once more: kept until here, they would not fit into the registers
-    add_segments(shared, G, segment, column);
-#pragma unroll
-    for (int t = 0; t < Traits::kTokens; ++t) put_pair(&shared.G()[first + t][column], G[t]);
+    const uint32_t index = record_of(item);
+    const uint32_t hv = index % HV;
+    const uint32_t head = hv / static_cast<uint32_t>(p.heads.group);
+    const Chunk chunk = small_chunk_of(p.sequences, index / HV);
+    if (chunk.rows == 0) continue;
+    std::byte* const record = p.records + int64_t{index} * Record<K>::kBytes;
     __syncthreads();
-    const auto rows_of = [&](const Tensor& t) {
-      return static_cast<const Io*>(t.data) + token_offset(t, chunk.batch, chunk.begin, head);
+    load_rows<Io, K>(shared.rows.raw_q(), p.q, chunk, head);
+    load_rows<Io, K>(shared.rows.raw_k(), p.k, chunk, head);
+    commit_copies();
+    float2 G[Traits::kTokens];
+    const auto sum_own_gates = [&] {
+      load_gates(G, p.gate.g, chunk, hv, first, column);
+      sum_gates(G, p.gate, hv, chunk.rows - first, column);
     };
-    replace_far_rows(shared, rows_of(p.q), p.q.stride[1], rows_of(p.k), p.k.stride[1], chunk.rows);
-  }
-  __syncthreads();
-  if (tid < 32) {
-    write_solve(shared, record, p.split_beta);
-  } else {
-    write_scores(shared, record);
-  }
-  if (p.ready) {
+    sum_own_gates();
+    load_beta(shared.beta, p, chunk, hv);
+    *reinterpret_cast<float2*>(&shared.firsts[segment][column]) = G[0];
+    *reinterpret_cast<float2*>(&shared.totals[segment][column]) = G[Traits::kTokens - 1];
+    wait_for_copies<0>();
     __syncthreads();
-    if (tid == 0) asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(p.ready + index) : "memory");
-  }
+    norm_rows(shared, p.qk_l2norm);
+    const ColumnDecay decay = add_segments(shared, G, segment, column);
+    const float2 range = decay.reference - G[Traits::kTokens - 1];  // decays only add up
+    const bool has_far = __syncthreads_or(range.x > kFarRow || range.y > kFarRow) != 0;
+    if (segment == 0) {
+      *reinterpret_cast<float2*>(record + Record<K>::kDecay + column * 4) = exp2_pair(decay.end);
+    }
+    if (first < kBlock) {
+      write_tiles<Io, K, true>(shared, record, G, decay, first, column);
+    } else {
+      write_tiles<Io, K, false>(shared, record, G, decay, first, column);
+    }
+    __syncthreads();
+    compute_scores(shared);
+    if (has_far) {
+      sum_own_gates();  // once more: kept until here, they would not fit into the registers
+      add_segments(shared, G, segment, column);
+#pragma unroll
+      for (int t = 0; t < Traits::kTokens; ++t) put_pair(&shared.G()[first + t][column], G[t]);
+      __syncthreads();
+      const auto rows_of = [&](const Tensor& t) {
+        return static_cast<const Io*>(t.data) + token_offset(t, chunk.batch, chunk.begin, head);
+      };
+      replace_far_rows(shared, rows_of(p.q), p.q.stride[1], rows_of(p.k), p.k.stride[1],
+                       chunk.rows);
+    }
+    __syncthreads();
+    if (tid < 32) {
+      write_solve(shared, record, p.split_beta);
+    } else {
+      write_scores(shared, record);
+    }
+    if (p.ready) {
+      __syncthreads();
+      if (tid == 0)
+        asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(p.ready + index) : "memory");
+    }
   }
 }
 
