@@ -85,8 +85,7 @@ struct ReverseConsumer : ForwardConsumer<IoType, HeadSize, Walk::kReverse> {
     wgmma_commit();
     this->store_o(R, c);
     wgmma_wait<0>();
-    __syncwarp();
-    if (this->thread % 32 == 0) ptx::mbarrier_arrive(&this->barriers.empty[position.stage]);
+    this->release(position);
     if (c > 0) load_do(grad_o, next, c - 1);
   }
 

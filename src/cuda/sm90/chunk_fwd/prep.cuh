@@ -46,7 +46,7 @@ __device__ __forceinline__ void load_rows(Io (&shared)[kChunk][Stride], const Te
   constexpr int kPieces = K / 8;
   const Io* data = static_cast<const Io*>(t.data) + token_offset(t, chunk.batch, chunk.begin, head);
 #pragma unroll
-  for (int piece = static_cast<int>(threadIdx.x); piece < kChunk * kPieces; piece += kPrepThreads) {
+  for (int piece = thread_index(); piece < kChunk * kPieces; piece += kPrepThreads) {
     const int row = piece / kPieces;
     const int column = piece % kPieces * 8;
     if (row < chunk.rows) {
@@ -127,10 +127,10 @@ __device__ __forceinline__ void sum_gates(float2 (&G)[TOKENS], const GateParams&
 /// 1 / |row| of q and k: 8 lanes a row.
 template <class Io, int K>
 __device__ __forceinline__ void norm_rows(PrepShared<Io, K>& shared, bool wanted) {
-  const int lane = static_cast<int>(threadIdx.x) % 8;
+  const int lane = thread_index() % 8;
 #pragma unroll
   for (int pass = 0; pass < 2 * kChunk * 8 / kPrepThreads; ++pass) {
-    const int row = pass * kPrepThreads / 8 + static_cast<int>(threadIdx.x) / 8;
+    const int row = pass * kPrepThreads / 8 + thread_index() / 8;
     const Io* data = row < kChunk ? shared.rows.raw_q()[row] : shared.rows.raw_k()[row - kChunk];
     float r = 1;
     if (wanted) {
@@ -152,7 +152,7 @@ __device__ __forceinline__ void norm_rows(PrepShared<Io, K>& shared, bool wanted
 
 __device__ __forceinline__ void load_beta(float* beta, const PrepParams& p, const Chunk& chunk,
                                           int64_t hv) {
-  const int row = static_cast<int>(threadIdx.x);
+  const int row = thread_index();
   if (row >= kChunk) return;
   float x = 0;
   if (row < chunk.rows) {
@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(kPrepThreads, kIsBf16<Io> ? kPrepBlocksPerSm :
     sm90_chunk_fwd_prep(const __grid_constant__ PrepParams p) {
   using Traits = PrepTraits<Io, K>;
   auto& shared = *shared_memory<PrepShared<Io, K>>();
-  const int tid = static_cast<int>(threadIdx.x);
+  const int tid = thread_index();
   const int column = tid % Traits::kPairs * 2;
   const int segment = tid / Traits::kPairs;
   const int first = segment * Traits::kTokens;
@@ -281,6 +281,10 @@ __global__ void __launch_bounds__(kPrepThreads, kIsBf16<Io> ? kPrepBlocksPerSm :
     cudaTriggerProgrammaticLaunchCompletion();
   }
   for (uint32_t item = blockIdx.x; item < count; item += gridDim.x) {
+    const int tid = thread_index();
+    const int column = tid % Traits::kPairs * 2;
+    const int segment = tid / Traits::kPairs;
+    const int first = segment * Traits::kTokens;
     const uint32_t index = record_of(item);
     const uint32_t hv = index % HV;
     const uint32_t head = hv / static_cast<uint32_t>(p.heads.group);

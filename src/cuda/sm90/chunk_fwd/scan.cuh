@@ -26,7 +26,7 @@
 //
 // Barriers, each per stage: `full`: the loading lane's arrival with the record's bytes, and one of
 // each loading lane once its part of v is there; consumers wait. `empty`: one arrival a consumer
-// warp; the loading warp waits. Named barriers 1 + g: within consumer warpgroup g (staging).
+// thread; the loading warp waits. Named barriers 1 + g: within consumer warpgroup g (staging).
 #pragma once
 
 #include <cuda/ptx>
@@ -196,6 +196,12 @@ struct ForwardConsumer {
         lines(warp % 4, lane) {}
 
   __device__ __forceinline__ void sync() const { barrier_sync(1 + group, 128); }
+
+  /// This thread is done with a stage. Every thread arrives, not one a warp: it costs no time, and
+  /// racecheck follows it.
+  __device__ __forceinline__ void release(const StagePosition& position) const {
+    ptx::mbarrier_arrive(&barriers.empty[position.stage]);
+  }
 
   /// f(register, offset in the tensor) for every element of S^T that this thread holds.
   template <class F>
@@ -432,8 +438,7 @@ struct ForwardConsumer {
       store_o(v_new, c);
     }
     wgmma_wait<0>();
-    __syncwarp();
-    if (thread % 32 == 0) ptx::mbarrier_arrive(&barriers.empty[position.stage]);
+    release(position);
     if (c + 1 < work.chunks) load_tokens(v, next, c + 1);
   }
 
@@ -472,7 +477,7 @@ __global__ void __maxnreg__(kScanRegisters) sm90_chunk_scan(const __grid_constan
   if (threadIdx.x == 0) {
     for (int i = 0; i < p.shape.stages; ++i) {
       ptx::mbarrier_init(&barriers.full[i], 1);
-      ptx::mbarrier_init(&barriers.empty[i], static_cast<uint32_t>(4 * p.shape.groups));
+      ptx::mbarrier_init(&barriers.empty[i], static_cast<uint32_t>(128 * p.shape.groups));
     }
     ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
   }

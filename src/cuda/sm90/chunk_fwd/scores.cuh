@@ -23,6 +23,13 @@ namespace kda::cuda::sm90 {
 /// bits, and q and k need some room.
 inline constexpr float kFarRow = 110;
 inline constexpr int kBlock = 16;
+
+/// threadIdx.x, read anew each time: addresses made from it are not kept across items.
+__device__ __forceinline__ int thread_index() {
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
 inline constexpr int kScoreStride = kChunk + 4;
 
 template <class Io>
@@ -121,7 +128,7 @@ __device__ __forceinline__ void add_step(float (&d)[4], float2 upper, float2 low
 template <int K, int Stride>
 __device__ __forceinline__ void add_block(float (&x)[2][4], const __nv_bfloat16 (*rows)[Stride],
                                           const __nv_bfloat16 (*columns)[Stride]) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int lane = thread_index() % 32;
   const auto a = static_cast<uint32_t>(__cvta_generic_to_shared(&rows[lane % 16][lane / 16 * 8]));
   const auto b = static_cast<uint32_t>(
       __cvta_generic_to_shared(&columns[lane / 16 * 8 + lane % 8][lane / 8 % 2 * 8]));
@@ -140,7 +147,7 @@ __device__ __forceinline__ void add_block(float (&x)[2][4], const __nv_bfloat16 
 template <int K, int Stride>
 __device__ __forceinline__ void add_block(float (&x)[2][4], const float (*rows)[Stride],
                                           const float (*columns)[Stride]) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int lane = thread_index() % 32;
 #pragma unroll 4
   for (int step = 0; step < K / 8; ++step) {
     const int c = 8 * step + 2 * (lane % 4);
@@ -155,7 +162,7 @@ __device__ __forceinline__ void add_block(float (&x)[2][4], const float (*rows)[
 template <class Io, int K>
 __device__ __forceinline__ void put_scores(PrepShared<Io, K>& shared, const float (&x)[2][4],
                                            bool is_L, int row0, int column0) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int lane = thread_index() % 32;
 #pragma unroll
   for (int e = 0; e < 8; e += 2) {
     const int i = row0 + lane / 4 + e % 4 / 2 * 8;
@@ -176,7 +183,7 @@ __device__ __forceinline__ void put_scores(PrepShared<Io, K>& shared, const floa
 /// Phase 4: warps 0, 1 the diagonal blocks of q k^T and k k^T, warps 2, 3 the block below of each.
 template <class Io, int K>
 __device__ __forceinline__ void compute_scores(PrepShared<Io, K>& shared) {
-  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int warp = thread_index() / 32;
   const int row0 = warp == 0 ? 0 : kBlock;
   float q[2][4] = {};
   float k[2][4] = {};
@@ -199,7 +206,7 @@ template <class Io, int K>
 __device__ float2 pair_scores(PrepShared<Io, K>& shared, const Io* q, const Io* k, const Io* column,
                               int i, int j) {
   float2 sum{0, 0};
-  for (int c = 2 * (static_cast<int>(threadIdx.x) % 32); c < K; c += 64) {
+  for (int c = 2 * (thread_index() % 32); c < K; c += 64) {
     const float2 decay = exp2_pair(pair_at(shared.G()[i], c) - pair_at(shared.G()[j], c));
     const float2 y = pair_at(column, c) * decay;
     const float2 x = pair_at(q, c) * y;
@@ -219,8 +226,8 @@ __device__ float2 pair_scores(PrepShared<Io, K>& shared, const Io* q, const Io* 
 template <class Io, int K>
 __device__ void replace_far_rows(PrepShared<Io, K>& shared, const Io* q, int64_t q_stride,
                                  const Io* k, int64_t k_stride, int rows) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  for (int i = static_cast<int>(threadIdx.x) / 32; i < kChunk; i += kPrepThreads / 32) {
+  const int lane = thread_index() % 32;
+  for (int i = thread_index() / 32; i < kChunk; i += kPrepThreads / 32) {
     const int first = i / kBlock * kBlock;
     bool far = false;
     for (int c = lane; c < K; c += 32) {
@@ -242,7 +249,7 @@ __device__ void replace_far_rows(PrepShared<Io, K>& shared, const Io* q, int64_t
 /// Inverts the two diagonal blocks of I + L by fp32 forward substitution, which has no range to
 /// exceed, and leaves them in L. Lane j owns column j % 16 of block j / 16.
 __device__ __forceinline__ void invert_blocks(float (&L)[kChunk][kScoreStride]) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int lane = thread_index() % 32;
   const int first = lane / 16 * 16;
   float x[16];
 #pragma unroll
@@ -279,7 +286,7 @@ __device__ __forceinline__ void write_solve(PrepShared<Io, K>& shared, std::byte
                                             bool split_beta) {
   auto& L = shared.L;
   invert_blocks(L);
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int lane = thread_index() % 32;
   if (split_beta) {
     reinterpret_cast<float*>(record + Record<K>::kBeta)[lane] = shared.beta[lane];
   }
@@ -320,7 +327,7 @@ __device__ __forceinline__ void write_solve(PrepShared<Io, K>& shared, std::byte
 
 template <class Io, int K>
 __device__ __forceinline__ void write_scores(const PrepShared<Io, K>& shared, std::byte* record) {
-  for (int pair = static_cast<int>(threadIdx.x) - 32; pair < kChunk * kChunk / 2; pair += 96) {
+  for (int pair = thread_index() - 32; pair < kChunk * kChunk / 2; pair += 96) {
     const int i = pair / (kChunk / 2);
     const int j = pair % (kChunk / 2) * 2;
     const bool above = i < kBlock && j >= kBlock;  // never computed
