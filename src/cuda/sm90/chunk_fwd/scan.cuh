@@ -121,28 +121,52 @@ struct StagePosition {
   }
 };
 
-/// Until prep has published the record. The copy that follows reads through the async proxy.
-__device__ __forceinline__ void wait_for_record(const uint32_t* ready) {
-  uint32_t value = 0;
+/// Of records c, c + 1, .. c + 31 those from c on that prep has published, at least one; all lanes
+/// of a warp. They may be copied afterwards, which reads them through the async proxy.
+///
+/// Prep is ahead of scan in the stream, and scan starts once each block of prep has said so: they
+/// all run, need nothing of scan, and end. So this wait ends too, also where kernels run one by
+/// one.
+__device__ __forceinline__ int wait_for_records(const uint32_t* ready, int64_t stride, int rest) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  uint32_t missing = 0;
   do {
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(ready) : "memory");
-  } while (value == 0);
+    uint32_t value = 0;
+    if (lane < rest) {
+      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+                   : "=r"(value)
+                   : "l"(ready + lane * stride)
+                   : "memory");
+    }
+    missing = __ballot_sync(~0u, value == 0);
+  } while ((missing & 1) != 0);
+  __syncwarp();
   ptx::fence_proxy_async(ptx::space_global);
+  return missing == 0 ? 32 : __ffs(static_cast<int>(missing)) - 1;
 }
 
-/// One lane of the loading warp.
+/// The loading warp.
 template <class Io, int K, Walk kWalk>
 __device__ void load_chunks(const ScanParams& p, const ForwardWork& work,
                             const ForwardMemory<K>& memory, ForwardBarriers& barriers) {
   constexpr int kBytes = kWalk == Walk::kForward ? Record<K>::kBeta : Record<K>::kBytes;
   const auto bytes = static_cast<uint32_t>(kBytes + p.shape.groups * kTokenPanelBytes);
+  const bool leads = threadIdx.x % 32 == 0;
+  int ready = kWalk == Walk::kForward && p.ready != nullptr ? 0 : work.chunks;
   StagePosition at;
   for (int32_t i = 0; i < work.chunks; ++i, at.advance(memory.stages)) {
     const int32_t c = kWalk == Walk::kReverse ? work.chunks - 1 - i : i;
+    const int64_t record = (work.range.first_chunk + c) * p.heads.HV + work.hv;
+    if (i == ready) {
+      ready += wait_for_records(p.ready + record, p.heads.HV, work.chunks - i);
+    }
+    if (!leads) continue;
     wait_for(&barriers.empty[at.stage], at.parity ^ 1);
     uint64_t* const full = &barriers.full[at.stage];
     ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, full,
                                    bytes);
+    ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, memory.record(at.stage),
+                       p.records + record * Record<K>::kBytes, static_cast<uint32_t>(kBytes), full);
     for (int group = 0; group < p.shape.groups; ++group) {
       const int32_t from[4] = {static_cast<int32_t>(work.v0) + group * kGroupColumns,
                                static_cast<int32_t>(work.hv),
@@ -151,10 +175,6 @@ __device__ void load_chunks(const ScanParams& p, const ForwardWork& work,
       ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, memory.v(at.stage, group),
                                 &p.v_map, from, full);
     }
-    const int64_t record = (work.range.first_chunk + c) * p.heads.HV + work.hv;
-    if (p.ready != nullptr) wait_for_record(p.ready + record);
-    ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, memory.record(at.stage),
-                       p.records + record * Record<K>::kBytes, static_cast<uint32_t>(kBytes), full);
   }
 }
 
@@ -485,7 +505,7 @@ __global__ void __maxnreg__(kScanRegisters) sm90_chunk_scan(const __grid_constan
   const ForwardWork work = forward_work(p);
   if (warp < 4 * p.shape.groups) {
     Consumer(p, work, memory, barriers, warp, static_cast<int>(threadIdx.x) % 32).run();
-  } else if (threadIdx.x % 32 == 0) {
+  } else {
     load_chunks<typename Consumer::Io, Consumer::K, Consumer::kWalk>(p, work, memory, barriers);
   }
   // What ran beside this kernel has to be over when this kernel is.
