@@ -66,6 +66,26 @@ SharedMemoryLimits& shared_memory_limits() {
   return limits;
 }
 
+/// Faults of a kernel, after which every CUDA call of the process fails.
+bool loses_context(cudaError_t error) {
+  switch (error) {
+    case cudaErrorAssert:
+    case cudaErrorECCUncorrectable:
+    case cudaErrorHardwareStackError:
+    case cudaErrorIllegalAddress:
+    case cudaErrorIllegalInstruction:
+    case cudaErrorInvalidAddressSpace:
+    case cudaErrorInvalidPc:
+    case cudaErrorLaunchFailure:
+    case cudaErrorLaunchTimeout:
+    case cudaErrorMisalignedAddress:
+    case cudaErrorNvlinkUncorrectable:
+      return true;
+    default:
+      return false;
+  }
+}
+
 }  // namespace
 
 Status device_error(const char* what, cudaError_t error) {
@@ -73,7 +93,11 @@ Status device_error(const char* what, cudaError_t error) {
   const StatusCode code =
       error == cudaErrorMemoryAllocation ? StatusCode::kOutOfMemory : StatusCode::kDeviceError;
   return {code,
-          fmt::format("{}: {} ({})", what, cudaGetErrorString(error), cudaGetErrorName(error))};
+          fmt::format("{}: {} ({}){}", what, cudaGetErrorString(error), cudaGetErrorName(error),
+                      loses_context(error) ? "; a kernel that ran before, of whatever "
+                                             "library, left the CUDA context unusable: "
+                                             "restart the process"
+                                           : "")};
 }
 
 Status launch_raw(const LaunchShape& shape, const void* kernel, void** arguments,
@@ -99,17 +123,17 @@ Status launch_raw(const LaunchShape& shape, const void* kernel, void** arguments
     error = cudaLaunchKernelExC(&config, kernel, arguments);
   }
   if (error == cudaSuccess) return {};
-  cudaGetLastError();
   if (error == cudaErrorNoKernelImageForDevice) {
+    cudaGetLastError();
     return {StatusCode::kUnsupported,
             fmt::format("kernel {}: this build holds no code for the GPU; rebuild with its "
                         "architecture in CMAKE_CUDA_ARCHITECTURES",
                         shape.name)};
   }
-  return {error == cudaErrorMemoryAllocation ? StatusCode::kOutOfMemory : StatusCode::kDeviceError,
-          fmt::format("kernel {} (grid {}, {} threads, {} bytes of shared memory): {} ({})",
-                      shape.name, grid.x, block.x, shape.shared_bytes, cudaGetErrorString(error),
-                      cudaGetErrorName(error))};
+  return device_error(fmt::format("kernel {} (grid {}, {} threads, {} bytes of shared memory)",
+                                  shape.name, grid.x, block.x, shape.shared_bytes)
+                          .c_str(),
+                      error);
 }
 
 DeviceGuard::DeviceGuard(int index) {

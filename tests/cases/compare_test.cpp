@@ -69,6 +69,23 @@ TEST(Compare, SilentBlocksAreHeldToTheFloor) {
   EXPECT_NEAR(d.block_ratio, 1e-3 / (kBlockFloor * std::sqrt(7.0 / 8)), 1e-6);
 }
 
+// A sequence of one token has one dbeta a head: its ratio alone would be a draw.
+TEST(Compare, BlocksOfFewNumbersCountTogether) {
+  CaseSpec spec;
+  spec.sizes = {1, 130, 1, 1, 4, 8, 0, 0};
+  spec.cu_seqlens = {0, 1, 2, 66, 130};
+  const Case c = generate(spec);
+  HostTensor dbeta(DType::kF64, {1, 130, 1});
+  for (int64_t t = 0; t < 130; ++t) dbeta.set(t, 1);
+  HostTensor result = dbeta;
+  result.set(0, 2);
+  // Tokens 0, 1 and the sequence of 64 tokens behind them are one block.
+  EXPECT_NEAR(compare(c, TensorId::kDbeta, result, dbeta).block_ratio, std::sqrt(1.0 / 66), 1e-7);
+  result = dbeta;
+  result.set(129, 2);
+  EXPECT_NEAR(compare(c, TensorId::kDbeta, result, dbeta).block_ratio, std::sqrt(1.0 / 64), 1e-7);
+}
+
 TEST(Compare, NanAndInfinityAreNotFinite) {
   const Fixture f;
   for (const double bad : {std::nan(""), std::numeric_limits<double>::infinity()}) {
@@ -109,10 +126,10 @@ TEST(Compare, TokensThatNoSequenceOwnsCount) {
 
 TEST(Compare, AStateIsABlockPerSequenceAndHead) {
   const Fixture f;
-  HostTensor state(DType::kF64, {2, 2, 4, 8});
+  HostTensor state(DType::kF64, {2, 2, 8, 8});
   for (int64_t i = 0; i < state.count(); ++i) state.set(i, 1);
   HostTensor result = state;
-  for (int64_t i = 64; i < 96; ++i) result.set(i, 2);  // sequence 1, head 0
+  for (int64_t i = 128; i < 192; ++i) result.set(i, 2);  // sequence 1, head 0
   EXPECT_NEAR(compare(f.c, TensorId::kFinalState, result, state).block_ratio, 1, 1e-7);
 }
 

@@ -68,7 +68,8 @@ class ProgramTest(unittest.TestCase):
 
 class Help(ProgramTest):
     def test_every_command_explains_itself_with_an_example(self):
-        for command in ([], ["run"], ["verify"], ["bench"], ["support"], ["doctor"]):
+        for command in ([], ["run"], ["verify"], ["bench"], ["support"], ["doctor"],
+                        ["stress"]):
             result = kda(*command, "--help")
             self.check(result, 0)
             self.assertIn("Example: kda", result.stdout)
@@ -105,6 +106,13 @@ class BadUsage(ProgramTest):
             ["support", "--dtype", "int8"],
             ["support", "--sequences", "-1", "--shape", "1,64,1,1,32,32"],
             ["support", "--shape", "99999999999999999999,1,1,1,1,1"],
+            ["stress", "--seed", "-1"],
+            ["stress", "--seconds", "0"],
+            ["stress", "--problems", "0"],
+            ["stress", "--case", "-1"],
+            ["stress", "--case", "1", "--problems", "2"],
+            ["stress", "--device", "tpu"],
+            ["stress", "--impl", "nobody"],
             ["doctor", "--device", "tpu"],
             ["doctor", "--impl", "nobody"],
             ["run", DATA / "beta_zero.safetensors", "-o", ""],
@@ -122,11 +130,13 @@ class BadUsage(ProgramTest):
 
     def test_says_what_was_found(self):
         for arguments, part in (
-            (["frob"], 'found command "frob", expected one of run, verify, bench, support, doctor'),
+            (["frob"], 'found command "frob", expected one of run, verify, bench, support, doctor, stress'),
             (["support", "--sequences", "-1", "--shape", "1,1,1,1,1,1"],
              "--sequences: found -1, expected 0 or more"),
             (["support", "--shape", "99999999999999999999,1,1,1,1,1"],
              "found 99999999999999999999, expected an integer that fits 64 bits"),
+            (["stress", "--seed", "18446744073709551616"],
+             "found 18446744073709551616, expected an integer from 0 to 2^64 - 1"),
             (["run", DATA / "beta_zero.safetensors", "-o", ""],
              "--out: found an empty name, expected the name of a file"),
             (["verify", "no\nsuch\x1b[31m"], "no\\nsuch\\x1b[31m: file: found nothing there"),
@@ -564,6 +574,49 @@ class Bench(ProgramTest):
                          64 * (16 * 128 * 128 + 24 * 64 * 128 + 4 * 64 * 64))
 
 
+class Stress(ProgramTest):
+    def test_a_seed_is_a_list_of_problems(self):
+        first, second = (kda("stress", "--seed", "4", "--problems", "12", "--device", "cpu",
+                             "--json") for _ in range(2))
+        self.check(first, 0)
+        (summary,) = self.lines(first)
+        self.assertGreater(summary.pop("seconds"), 0)
+        (again,) = self.lines(second)
+        again.pop("seconds")
+        self.assertEqual(summary, again)
+        self.assertEqual([summary["seed"], summary["problems"], summary["failures"]], [4, 12, 0])
+        rows = summary["implementations"]
+        self.assertEqual(summary["calls"], sum(row["calls"] for row in rows))
+        # Every problem is one that the reference takes.
+        tried = sum(row["calls"] for row in rows if row["impl"].startswith("reference_"))
+        self.assertEqual(tried, 12)
+
+    def test_one_problem_can_be_repeated(self):
+        ask = ("stress", "--seed", "4", "--case", "3", "--device", "cpu")
+        result = kda(*ask, "--impl", "reference")
+        self.check(result, 0)
+        self.assertRegex(result.stdout, r"\Aright: reference_[a-z_]+ on cpu: ")
+        self.assertIn("1 problems, 1 calls, 0 failures", result.stdout)
+        self.check(kda(*ask, "--impl", "reference", "--threads", "2"), 0)
+
+    def test_a_problem_that_nothing_takes_is_exit_3(self):
+        for number in range(20):
+            result = kda("stress", "--seed", "4", "--case", number, "--device", "cpu", "--impl",
+                         "cpu_gate_cumsum")
+            if result.returncode == 3:
+                self.assertIn("nothing of the choice takes ", result.stdout)
+                return
+            self.check(result, 0)
+        self.fail("every problem was one for cpu_gate_cumsum")
+
+    def test_it_ends_in_time(self):
+        start = time.monotonic()
+        result = kda("stress", "--seconds", "0.5", "--device", "cpu", "--json")
+        self.check(result, 0)
+        self.assertLess(time.monotonic() - start, 60)
+        self.assertGreater(self.lines(result)[-1]["problems"], 0)
+
+
 class SupportAndDoctor(ProgramTest):
     def test_support_lists_everything(self):
         rows = self.lines(kda("support", "--json"))
@@ -576,6 +629,12 @@ class SupportAndDoctor(ProgramTest):
                               "reference,cpu_chunk_fwd", "--device", "cpu", "--json"))
         self.assertEqual({row["impl"] for row in rows}, {"cpu_chunk_fwd", "reference_chunk_fwd"})
         self.check(kda("support", "--device", "cuda:4096"), 3)
+
+    def test_every_implementation_can_be_named_alone(self):
+        for row in self.lines(kda("support", "--device", "cpu", "--json")):
+            result = kda("support", "--device", "cpu", "--impl", row["impl"], "--json")
+            self.check(result, 0)
+            self.assertEqual([found["impl"] for found in self.lines(result)], [row["impl"]])
 
     def test_support_asks_about_states(self):
         ask = ("support", "--shape", "4,1,2,2,32,32", "--operation", "recurrent", "--json")

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "cuda/device_check.h"
+#include "cuda/launch.h"
 
 namespace kda::cuda {
 namespace {
@@ -91,6 +92,20 @@ TEST(AddressCheck, NamesTheTensorAndWhereItIs) {
 
   facts.error = cudaErrorIllegalAddress;
   EXPECT_EQ(check_address_facts("v", &there, facts, device).code(), StatusCode::kDeviceError);
+}
+
+// An error that later calls do not share is no reason to restart.
+TEST(DeviceError, SaysWhetherTheContextIsLost) {
+  for (const cudaError_t error : {cudaErrorIllegalAddress, cudaErrorLaunchFailure,
+                                  cudaErrorMisalignedAddress, cudaErrorAssert}) {
+    const Status status = device_error("kernel", error);
+    EXPECT_EQ(status.code(), StatusCode::kDeviceError);
+    EXPECT_TRUE(says(status, cudaGetErrorName(error))) << status.message();
+    EXPECT_TRUE(says(status, "restart the process")) << status.message();
+  }
+  for (const cudaError_t error : {cudaErrorInvalidConfiguration, cudaErrorMemoryAllocation}) {
+    EXPECT_FALSE(says(device_error("kernel", error), "restart the process"));
+  }
 }
 
 }  // namespace

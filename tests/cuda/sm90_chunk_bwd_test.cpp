@@ -18,6 +18,7 @@ namespace {
 using cases::Case;
 using cases::CaseSpec;
 using cases::Family;
+using cases::HostTensor;
 using cases::TensorMap;
 using enum TensorId;
 
@@ -50,18 +51,23 @@ std::string beyond_limits(const Case& c, const TensorMap& results) {
   return text;
 }
 
-void expect_right(const CaseSpec& spec) {
-  SCOPED_TRACE(cases::describe(spec));
-  const Case c = cases::generate(spec);
+Conditions on_hopper() {
   Conditions conditions;
   conditions.options = choosing("sm90_chunk_bwd");
   conditions.device = {DeviceType::kCuda, 0};
   conditions.repeat = true;
-  const auto outcome = run_guarded(backward_problem(c), c.inputs, conditions);
+  return conditions;
+}
+
+void expect_right(const Case& c) {
+  SCOPED_TRACE(c.name);
+  const auto outcome = run_guarded(backward_problem(c), c.inputs, on_hopper());
   ASSERT_TRUE(outcome.ok()) << outcome.status().message();
   EXPECT_EQ(outcome->implementation, "sm90_chunk_bwd");
   EXPECT_EQ(beyond_limits(c, outcome->outputs), "");
 }
+
+void expect_right(const CaseSpec& spec) { expect_right(cases::generate(spec)); }
 
 TEST(Sm90ChunkBackward, AllFamiliesAndGates) {
   KDA_NEEDS_HOPPER();
@@ -89,7 +95,77 @@ TEST(Sm90ChunkBackward, LengthsAndPackedSequences) {
     spec.chunk_size = chunk_size;
     spec.state_v_first = chunk_size == 32;
     expect_right(spec);
+    spec.gate = Gate::kSoftplus;  // chunks without tokens have a part of the parameters' sums
+    expect_right(spec);
   }
+}
+
+/// `count` rows of row 0's dimension 1 if there are tokens in it, or of dimension 0.
+HostTensor part_of(const HostTensor& t, bool tokens, int64_t begin, int64_t count) {
+  HostTensor part(t.dtype, t.shape);
+  part.shape[tokens ? 1 : 0] = count;
+  const int64_t rows = tokens ? t.shape[1] : t.shape[0];
+  const auto row = static_cast<std::ptrdiff_t>(t.bytes.size()) / rows;
+  part.bytes.assign(t.bytes.begin() + row * begin, t.bytes.begin() + row * (begin + count));
+  return part;
+}
+
+bool is_state(TensorId id) {
+  return id == kInitialState || id == kDfinalState || id == kDinitialState;
+}
+
+TEST(Sm90ChunkBackward, PackedSequencesHaveTheBitsOfSeparateOnes) {
+  KDA_NEEDS_HOPPER();
+  for (const int64_t H : {1, 2}) {
+    CaseSpec spec = spec_of({1, 300, H, 2, 128, 128, 0, 0});
+    spec.cu_seqlens = {0, 5, 69, 133, 290};
+    spec.gate = Gate::kSoftplus;
+    spec.qk_l2norm = spec.beta_sigmoid = true;
+    const Case c = cases::generate(spec);
+    const Problem packed = backward_problem(c);
+    const auto together = run_guarded(packed, c.inputs, on_hopper());
+    ASSERT_TRUE(together.ok()) << together.status().message();
+    for (std::size_t n = 0; n + 1 < spec.cu_seqlens.size(); ++n) {
+      const int64_t begin = spec.cu_seqlens[n];
+      const int64_t length = spec.cu_seqlens[n + 1] - begin;
+      const auto of_sequence = [&](TensorId id, const HostTensor& t) {
+        if (id == kALog || id == kDtBias) return t;
+        return is_state(id) ? part_of(t, false, static_cast<int64_t>(n), 1)
+                            : part_of(t, true, begin, length);
+      };
+      Problem alone = packed;
+      alone.sizes.T = length;
+      alone.sizes.N = 0;
+      alone.set(kCuSeqlens, DType::kNone);
+      TensorMap inputs;
+      for (const auto& [id, tensor] : c.inputs) {
+        if (id != kCuSeqlens) inputs[id] = of_sequence(id, tensor);
+      }
+      const auto separate = run_guarded(alone, inputs, on_hopper());
+      ASSERT_TRUE(separate.ok()) << separate.status().message();
+      for (const auto& [id, tensor] : separate->outputs) {
+        if (id == kDALog || id == kDdtBias) continue;  // sums over all sequences
+        EXPECT_EQ(of_sequence(id, together->outputs.at(id)).bytes, tensor.bytes)
+            << name_of(id) << " of sequence " << n;
+      }
+    }
+  }
+}
+
+// exp(A_log) or the bound are beyond what fp32 holds once multiplied; the decays are ordinary.
+TEST(Sm90ChunkBackward, GateFactorsBeyondFp32) {
+  KDA_NEEDS_HOPPER();
+  CaseSpec spec = spec_of({1, 100, 1, 2, 64, 64, 0, 0});
+  spec.gate = Gate::kLowerBound;
+  spec.lower_bound = -1e38;
+  expect_right(spec);
+  spec.gate = Gate::kSoftplus;
+  Case c = cases::generate(spec);
+  constexpr double kALogFar = 80;
+  HostTensor& g = c.inputs.at(kG);
+  for (int64_t i = 0; i < g.count(); ++i) g.set(i, g.get(i) - kALogFar);
+  for (int64_t hv = 0; hv < 2; ++hv) c.inputs.at(kALog).set(hv, kALogFar);
+  expect_right(c);
 }
 
 TEST(Sm90ChunkBackward, Options) {

@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "guard/device_run.h"
 #include "property/reports.h"
-#include "support/device_run.h"
 
 namespace kda::test {
 namespace {
@@ -278,7 +278,7 @@ HostTensor o_with_strides(const Case& c, const std::string& family, TensorId id,
   args.workspace = workspace.data();
   args.workspace_bytes = workspace.size();
   const bool on_host = conditions.device.type == DeviceType::kCpu;
-  const Status status = on_host ? plan.run(args) : run_on_device(plan, args, regions, false);
+  const Status status = on_host ? plan.run(args) : cases::run_on_device(plan, args, regions, {});
   EXPECT_TRUE(status.ok()) << status.message();
   return outputs.at(kO);
 }

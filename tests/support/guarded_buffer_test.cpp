@@ -1,5 +1,5 @@
 // The harness must see what it is there to see.
-#include "support/guarded_buffer.h"
+#include "guard/buffer.h"
 
 #include <cstring>
 
@@ -7,6 +7,8 @@
 
 namespace kda::test {
 namespace {
+
+using cases::GuardedBuffer;
 
 const TensorLayout kLayout = TensorLayout::strided(DType::kF32, {2, 3}, {5, 1});
 
@@ -47,7 +49,7 @@ TEST(GuardedBuffer, SeesUnwrittenElements) {
   EXPECT_EQ(buffer.unwritten(), 0);
 }
 
-#if !defined(KDA_TEST_ASAN)
+#if !defined(KDA_GUARD_ASAN)
 TEST(GuardedBuffer, SeesWritesBeforeAndBehind) {
   GuardedBuffer buffer(kLayout, 0);
   buffer.address()[-1] = std::byte{0};

@@ -1,44 +1,13 @@
-// Runs one operation the way a careless program would: odd strides, unaligned tensors, memory full
-// of NaN, and watches what it must not do.
+// Operations among hostile memory, under the names that the tests use.
 #pragma once
 
-#include <cstdint>
-#include <string>
-
-#include "case.h"
-#include "kda/plan.h"
+#include "guard/run.h"
 
 namespace kda::test {
 
-/// How tensors lie in memory.
-enum class Arrangement {
-  kContiguous,  ///< as the sizes give, on 64-byte boundaries
-  kPadded,      ///< gaps after every dimension, sometimes between elements; element alignment only
-  kTransposed,  ///< as kPadded, with the dimensions in another order
-};
-
-struct Conditions {
-  Options options;
-  /// On a CUDA device there always is a second run, the replay of a captured graph.
-  Device device;
-  Arrangement arrangement = Arrangement::kContiguous;
-  uint64_t seed = 1;            ///< of gaps, offsets and orders
-  bool state_in_place = false;  ///< final_state is the memory of initial_state
-  bool repeat = false;          ///< a second run must give the same bits
-};
-
-struct GuardedOutcome {
-  cases::TensorMap outputs;
-  std::string implementation;
-};
-
-/// The outputs; kInternal says which rule was broken:
-/// - outputs and workspace are full of NaN before the run, and every element is written;
-/// - nothing before, between or behind the elements of a tensor or the workspace is written;
-/// - inputs keep every bit;
-/// - a second run, if asked for, gives the same bits.
-/// A pool behind state_indices needs `state_in_place`.
-Result<GuardedOutcome> run_guarded(const Problem& problem, const cases::TensorMap& inputs,
-                                   const Conditions& conditions = {});
+using cases::Arrangement;
+using cases::Conditions;
+using cases::GuardedOutcome;
+using cases::run_guarded;
 
 }  // namespace kda::test

@@ -43,7 +43,10 @@ bool passes(const CheckedOutput& checked) {
 }  // namespace
 
 TensorMap emulated_rounding(const Case& c, DType io) {
-  if (!c.ill_conditioned || size_of(io) != 2) return {};
+  return c.ill_conditioned && size_of(io) == 2 ? rounding_of(c, io) : TensorMap{};
+}
+
+TensorMap rounding_of(const Case& c, DType io) {
   const Emulation rounding{Emulation::Form::kWu, c.forward.chunk_size, io};
   TensorMap outputs = emulate(c, rounding);
   if (c.has_gradients()) outputs.merge(emulate_backward(c, rounding));

@@ -24,6 +24,8 @@ struct CheckedOutput {
 /// What rounding alone makes of an ill-conditioned case (6.4) on a 16-bit path: the outputs of the
 /// emulated w/u form in the case's chunks. Empty for other cases and dtypes.
 TensorMap emulated_rounding(const Case& c, DType io);
+/// The same of any case and a 16-bit dtype.
+TensorMap rounding_of(const Case& c, DType io);
 
 /// The largest ratio of an output that counts as right: the row of `io` in 7.3 or, where `emulated`
 /// has the output, kRoundingFactor times its error if that is more.

@@ -14,6 +14,17 @@ using nlohmann::json;
 
 Status invalid(std::string text) { return {StatusCode::kInvalidArgument, std::move(text)}; }
 
+/// One token, and an output where none is required.
+Problem smallest_problem(Operation operation) {
+  Problem problem = Problem::make(operation, {1, 1, 1, 1, 1, 1, 0, 0}, DType::kF32);
+  for (const TensorSpec& spec : tensors_of(operation)) {
+    if (spec.role == Role::kInput) continue;
+    if (!spec.required) problem.set(spec.id, DType::kF32);
+    break;
+  }
+  return problem;
+}
+
 Result<Device> parse_device(const std::string& text) {
   if (text == "cpu") return Device{DeviceType::kCpu, 0};
   const std::string reason = cuda_unavailable_reason();
@@ -105,7 +116,7 @@ Status check_common(const Common& common) {
   for (const ImplementationInfo& info : implementations()) {
     if (info.device != device.type && common.device != "auto") continue;
     // A name of any operation will do; the refusal that is told is that of the first.
-    const Problem problem = Problem::make(info.operation, {1, 1, 1, 1, 1, 1, 0, 0}, DType::kF32);
+    const Problem problem = smallest_problem(info.operation);
     const Device its{info.device, info.device == device.type ? device.index : 0};
     const Status status = explain(problem, its, common.options()).status();
     if (status.ok()) return {};

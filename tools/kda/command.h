@@ -69,11 +69,21 @@ struct SupportCommand {
   int32_t chunk_size = 64;
 };
 
+struct StressCommand {
+  Common common;
+  uint64_t seed = 1;
+  double seconds = 10;
+  bool seconds_given = false;
+  int64_t problems = 0;
+  int64_t number = -1;  ///< the one problem to try; -1: all
+};
+
 int run(const RunCommand& command);
 int verify(const VerifyCommand& command);
 int bench(const BenchCommand& command);
 int support(const SupportCommand& command);
 int doctor(const Common& common);
+int stress(const StressCommand& command);
 
 int exit_code_of(const Status& status);
 

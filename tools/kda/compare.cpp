@@ -2,11 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 namespace kda::cases {
 namespace {
-
-constexpr int64_t kBlockTokens = 64;
 
 /// The larger one; NaN if either is, unlike std::max.
 double worst(double a, double b) { return std::isnan(a) || a > b ? a : b; }
@@ -16,6 +15,11 @@ struct Sums {
   double reference2 = 0;
   int64_t count = 0;
 
+  void add(const Sums& other) {
+    error2 += other.error2;
+    reference2 += other.reference2;
+    count += other.count;
+  }
   double error_rms() const { return count == 0 ? 0 : std::sqrt(error2 / double(count)); }
   double reference_rms() const { return count == 0 ? 0 : std::sqrt(reference2 / double(count)); }
 };
@@ -25,6 +29,8 @@ struct Accumulator {
   const HostTensor& expected;
   Sums whole;
   std::vector<Sums> blocks;
+  Sums pool;  ///< blocks that are too small to stand alone
+  int64_t pooled = 0;
   double max_error = 0;
   double max_reference = 0;
   bool finite = true;
@@ -44,11 +50,26 @@ struct Accumulator {
     block.count += count;
   }
 
-  void close(const Sums& block) {
-    blocks.push_back(block);
-    whole.error2 += block.error2;
-    whole.reference2 += block.reference2;
-    whole.count += block.count;
+  /// `numbers`: those whose errors are apart from each other.
+  void close(const Sums& block, int64_t numbers) {
+    whole.add(block);
+    pool.add(block);
+    pooled += numbers;
+    if (pooled < kBlockTokens) return;
+    blocks.push_back(std::exchange(pool, {}));
+    pooled = 0;
+  }
+
+  /// Those left in the pool go with the last block.
+  void finish() {
+    if (pool.count == 0) return;
+    if (blocks.empty()) {
+      blocks.push_back(pool);
+    } else {
+      blocks.back().add(pool);
+    }
+    pool = {};
+    pooled = 0;
   }
 
   Difference difference() const {
@@ -68,8 +89,9 @@ bool is_state(TensorId id) { return id == TensorId::kFinalState || id == TensorI
 
 bool is_parameter(TensorId id) { return id == TensorId::kDALog || id == TensorId::kDdtBias; }
 
-/// Adds the tokens of one range, 64 at a time, each head for itself.
-void add_tokens(Accumulator& all, const TokenRange& range) {
+/// Adds the tokens of one range, 64 at a time, each head for itself; `alone`: short blocks stand
+/// too.
+void add_tokens(Accumulator& all, const TokenRange& range, bool alone = false) {
   const std::vector<int64_t>& shape = all.expected.shape;
   const int64_t T = shape[1];
   const int64_t heads = shape[2];
@@ -81,7 +103,7 @@ void add_tokens(Accumulator& all, const TokenRange& range) {
       for (int64_t t = begin; t < end; ++t) {
         all.add(block, ((range.batch * T + t) * heads + head) * width, width);
       }
-      all.close(block);
+      all.close(block, alone ? kBlockTokens : end - begin);
     }
   }
 }
@@ -90,26 +112,28 @@ void add_tokens(Accumulator& all, const TokenRange& range) {
 
 Difference compare(const Case& c, TensorId id, const HostTensor& result,
                    const HostTensor& expected) {
-  Accumulator all{result, expected, {}, {}, 0, 0, true};
+  Accumulator all{result, expected, {}, {}, {}, 0, 0, 0, true};
   const int64_t count = expected.count();
   if (is_state(id)) {
     const int64_t size = expected.shape[2] * expected.shape[3];
     for (int64_t begin = 0; begin < count; begin += size) {
       Sums block;
       all.add(block, begin, size);
-      all.close(block);
+      all.close(block, block.count);
     }
   } else if (is_parameter(id)) {
     Sums block;
     all.add(block, 0, count);
-    all.close(block);
+    all.close(block, block.count);
   } else {
     const std::vector<TokenRange> sequences = sequences_of(c);
     for (const TokenRange& range : sequences) add_tokens(all, range);
     if (c.forward.packed()) {
-      add_tokens(all, {0, sequences.empty() ? 0 : sequences.back().end, c.forward.sizes.T});
+      all.finish();
+      add_tokens(all, {0, sequences.empty() ? 0 : sequences.back().end, c.forward.sizes.T}, true);
     }
   }
+  all.finish();
   return all.difference();
 }
 

@@ -23,6 +23,10 @@ struct Difference {
 /// The share of the whole tensor's RMS that a block counts at least: a nearly silent block is held
 /// to an absolute error, because rounding errors scale with the loud tokens that it reads.
 inline constexpr double kBlockFloor = 0.25;
+/// Tokens of a block. Shorter ones, and states of fewer numbers, count together with those behind
+/// them: the error of one score multiplies a whole row of o, so that a ratio of few tokens is as
+/// large as its denominator happens to be small.
+inline constexpr int64_t kBlockTokens = 64;
 /// A block may be this many times worse than the limit of the whole tensor (7.3 a).
 inline constexpr double kBlockFactor = 4;
 

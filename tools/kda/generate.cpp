@@ -59,20 +59,8 @@ class Generator {
   void set_options() {
     case_.name = describe(spec_);
     case_.ill_conditioned = is_ill_conditioned(spec_.family);
-    Problem& p = case_.forward;
-    p.sizes = s_;
-    if (!spec_.cu_seqlens.empty()) {
-      p.sizes.N = static_cast<int64_t>(spec_.cu_seqlens.size()) - 1;
-      s_.N = p.sizes.N;
-    }
-    p.scale = spec_.scale;
-    p.gate = spec_.gate;
-    p.lower_bound = spec_.gate == Gate::kLowerBound ? spec_.lower_bound : 0;
-    p.qk_l2norm = spec_.qk_l2norm;
-    p.beta_sigmoid = spec_.beta_sigmoid;
-    p.allow_neg_eigval = spec_.allow_neg_eigval;
-    p.state_v_first = spec_.state_v_first;
-    p.chunk_size = spec_.chunk_size;
+    case_.forward = options_of(spec_);
+    s_.N = case_.forward.sizes.N;
   }
 
   std::vector<int64_t> state_shape() const {
@@ -310,6 +298,21 @@ std::string describe(const CaseSpec& spec) {
   note(spec.chunk_size != 64, fmt::format("C{}", spec.chunk_size));
   note(!spec.cu_seqlens.empty(), fmt::format("cu={}", fmt::join(spec.cu_seqlens, ",")));
   return text + fmt::format(" seed {}", spec.seed);
+}
+
+Problem options_of(const CaseSpec& spec) {
+  Problem p;
+  p.sizes = spec.sizes;
+  if (!spec.cu_seqlens.empty()) p.sizes.N = static_cast<int64_t>(spec.cu_seqlens.size()) - 1;
+  p.scale = spec.scale;
+  p.gate = spec.gate;
+  p.lower_bound = spec.gate == Gate::kLowerBound ? spec.lower_bound : 0;
+  p.qk_l2norm = spec.qk_l2norm;
+  p.beta_sigmoid = spec.beta_sigmoid;
+  p.allow_neg_eigval = spec.allow_neg_eigval;
+  p.state_v_first = spec.state_v_first;
+  p.chunk_size = spec.chunk_size;
+  return p;
 }
 
 Case generate(const CaseSpec& spec) { return Generator(spec).run(); }

@@ -67,6 +67,9 @@ struct CaseSpec {
 /// "unit B1 T130 H2 HV2 K64 V64 fp32 seed 1", with the options that are not default.
 std::string describe(const CaseSpec& spec);
 
+/// Sizes and options of the case, without tensors: a chunk forward.
+Problem options_of(const CaseSpec& spec);
+
 /// The case; `expected` is empty. The spec must be one that Problem::validated accepts.
 Case generate(const CaseSpec& spec);
 

@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <limits>
 #include <new>
 #include <stdexcept>
 #include <string>
@@ -28,6 +29,7 @@ struct Commands {
   BenchCommand bench;
   SupportCommand support;
   Common doctor;
+  StressCommand stress;
 };
 
 void add_common(CLI::App& app, Common& common) {
@@ -49,6 +51,15 @@ std::string check_integer(const std::string& text) {
   const auto [stop, error] = std::from_chars(text.data(), end, value);
   if (error == std::errc{} && stop == end) return "";
   return "found " + text + ", expected an integer that fits 64 bits";
+}
+
+/// The same for --seed.
+std::string check_unsigned(const std::string& text) {
+  uint64_t value = 0;
+  const char* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, value);
+  if (error == std::errc{} && stop == end) return "";
+  return "found " + text + ", expected an integer from 0 to 2^64 - 1";
 }
 
 void add_shape(CLI::App& app, std::vector<int64_t>& shape, std::string& dtype, std::string& gate) {
@@ -140,6 +151,35 @@ void add_doctor(CLI::App& app, Common& common) {
   add_common(*sub, common);
 }
 
+void add_stress(CLI::App& app, StressCommand& command) {
+  CLI::App* sub = app.add_subcommand("stress", "Try random problems on every implementation");
+  sub->footer(
+      "Draws operation, sizes, dtypes, options, tensors, strides and kinds of inputs from the "
+      "seed; "
+      "each\nproblem runs on every implementation that takes it (--device auto: on every device) "
+      "and "
+      "is held to the\nlimits of kda verify, among memory full of NaN that it may not read or "
+      "write, "
+      "with other numbers of\nthreads and, on CUDA, on several streams and as a graph. A failure "
+      "prints the command that repeats it.\n\nExample: kda stress --seconds 60 --seed 7");
+  sub->add_option("--seed", command.seed, "The same seed gives the same problems everywhere")
+      ->check(check_unsigned)
+      ->capture_default_str();
+  CLI::Option* seconds = sub->add_option("--seconds", command.seconds, "Stop after so long")
+                             ->check(CLI::Range(0.001, 1e9))
+                             ->capture_default_str();
+  seconds->each([&command](const std::string&) { command.seconds_given = true; });
+  CLI::Option* problems =
+      sub->add_option("--problems", command.problems,
+                      "Stop after so many, without --seconds however long they take")
+          ->check(CLI::Range(int64_t{1}, std::numeric_limits<int64_t>::max()));
+  sub->add_option("--case", command.number, "Try only the problem of this number (from 0)")
+      ->check(CLI::Range(int64_t{0}, std::numeric_limits<int64_t>::max()))
+      ->excludes(seconds)
+      ->excludes(problems);
+  add_common(*sub, command.common);
+}
+
 int bad_usage(const CLI::ParseError& error, bool json) {
   Common common;
   common.json = json;
@@ -181,6 +221,7 @@ int dispatch(const CLI::App& app, const Commands& commands) {
   if (app.got_subcommand("verify")) return verify(commands.verify);
   if (app.got_subcommand("bench")) return bench(commands.bench);
   if (app.got_subcommand("support")) return support(commands.support);
+  if (app.got_subcommand("stress")) return stress(commands.stress);
   return doctor(commands.doctor);
 }
 
@@ -204,6 +245,7 @@ int run_program(int argc, char** argv) {
   add_bench(app, commands.bench);
   add_support(app, commands.support);
   add_doctor(app, commands.doctor);
+  add_stress(app, commands.stress);
   if (Status status = check_command(app, argc, argv); !status.ok()) {
     return fail(common, "", status);
   }

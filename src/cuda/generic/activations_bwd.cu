@@ -81,13 +81,6 @@ __device__ void sum_groups(const GroupSums& p, const Heads& heads, const Sequenc
   }
 }
 
-/// What a token adds to a channel's parameter gradients.
-template <class Real>
-struct GateGradient {
-  Real dz;      ///< of the raw input and the bias
-  Real dA_log;  ///< (3.6), (3.10)
-};
-
 template <class Real>
 __device__ GateGradient<Real> gate_gradient(const GateParams& params, const Gate<Real>& gate,
                                             Real raw, Real dg) {

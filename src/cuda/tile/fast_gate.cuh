@@ -7,6 +7,7 @@
 namespace kda::cuda {
 
 inline constexpr float kLog2E = 1.4426950408889634f;
+inline constexpr float kLn2 = 0.6931471805599453f;
 inline constexpr float kLogFloor2 = -40 * kLog2E;
 
 __device__ __forceinline__ float log2_of(float x) {
@@ -70,32 +71,107 @@ __device__ __forceinline__ float clamp_log2(float decay) { return max_or_nan(dec
 /// The log2 decay of a token, clamped: of g itself, (3.4) and (3.8). z: raw input plus bias.
 __device__ __forceinline__ float fast_no_gate(float g) { return clamp_log2(g * kLog2E); }
 
+/// The gradient behind a decay that is not clamped (log2 of it); dg is that of its natural log.
+/// Where dg is 0, its factor may be infinite.
+template <class Chain>
+__device__ __forceinline__ GateGradient<float> gradient_unless_clamped(float decay, float dg,
+                                                                       Chain chain) {
+  if (decay < kLogFloor2 || dg == 0) return {0, 0};
+  return chain(decay * kLn2);
+}
+
+__device__ __forceinline__ GateGradient<float> fast_no_gate_gradient(float g, float dg) {
+  return gradient_unless_clamped(g * kLog2E, dg, [&](float) -> GateGradient<float> {
+    return {dg, 0};
+  });
+}
+
+/// sigmoid(x) and sigmoid(-x), x in log2 units.
+__device__ __forceinline__ float2 both_sigmoids(float x) {
+  const float e = exp2_of(-fabsf(x));
+  const float large = reciprocal_of(1 + e);
+  return x < 0 ? float2{e * large, large} : float2{large, e * large};
+}
+
+/// Of the gates behind: `decay` is not clamped, the call is.
 struct FastSoftplusGate {
-  __device__ __forceinline__ float operator()(const FastGate& gate, float z) const {
+  static __device__ __forceinline__ float decay(const FastGate& gate, float z) {
     const float positive = z < 0 ? 0 : z;  // fmaxf would drop a NaN
-    return clamp_log2(-gate.slope * fmaf(positive, kLog2E, log2_1p(exp2_of(-fabsf(z) * kLog2E))));
+    return -gate.slope * fmaf(positive, kLog2E, log2_1p(exp2_of(-fabsf(z) * kLog2E)));
+  }
+  __device__ __forceinline__ float operator()(const FastGate& gate, float z) const {
+    return clamp_log2(decay(gate, z));
+  }
+  static __device__ __forceinline__ GateGradient<float> gradient(const FastGate& gate, float z,
+                                                                 float dg) {
+    return gradient_unless_clamped(decay(gate, z), dg, [&](float g) -> GateGradient<float> {
+      return {-gate.slope * (both_sigmoids(z * kLog2E).x * dg), dg * g};
+    });
   }
 };
 
 struct FarSoftplusGate {
+  static __device__ __forceinline__ float decay(const FastGate& gate, float z) {
+    if (z > -20) return FastSoftplusGate::decay(gate, z);
+    return -kLog2E * exp2_of(fmaf(z, kLog2E, gate.scale));
+  }
   __device__ __forceinline__ float operator()(const FastGate& gate, float z) const {
-    if (z > -20) return FastSoftplusGate{}(gate, z);
-    return clamp_log2(-kLog2E * exp2_of(fmaf(z, kLog2E, gate.scale)));
+    return clamp_log2(decay(gate, z));
+  }
+  /// What is not clamped is exp(z) times its factor: its own derivative.
+  static __device__ __forceinline__ GateGradient<float> gradient(const FastGate& gate, float z,
+                                                                 float dg) {
+    return gradient_unless_clamped(decay(gate, z), dg, [&](float g) -> GateGradient<float> {
+      return {dg * g, dg * g};
+    });
   }
 };
 
+/// (3.9), (3.10). Where dz is 0, z may be infinite.
+__device__ __forceinline__ GateGradient<float> bounded_gradient(const FastGate& gate, float z,
+                                                                float g, float dg) {
+  const float dz = gate.slope * kLn2 * (g * both_sigmoids(gate.slope * z).y) * dg;
+  return {dz, dz == 0 || z == 0 ? 0 : dz * z};
+}
+
 struct FastBoundedGate {
+  static __device__ __forceinline__ float decay(const FastGate& gate, float z) {
+    return -kLog2E * gate.scale * reciprocal_of(1 + exp2_of(-gate.slope * z));
+  }
   __device__ __forceinline__ float operator()(const FastGate& gate, float z) const {
-    return clamp_log2(-kLog2E * gate.scale * reciprocal_of(1 + exp2_of(-gate.slope * z)));
+    return clamp_log2(decay(gate, z));
+  }
+  static __device__ __forceinline__ GateGradient<float> gradient(const FastGate& gate, float z,
+                                                                 float dg) {
+    return gradient_unless_clamped(decay(gate, z), dg,
+                                   [&](float g) { return bounded_gradient(gate, z, g, dg); });
   }
 };
 
 struct FarBoundedGate {
-  __device__ __forceinline__ float operator()(const FastGate& gate, float z) const {
+  static __device__ __forceinline__ float decay(const FastGate& gate, float z) {
     const float x = gate.slope * z;
     const float log_sigmoid = (x < 0 ? x : 0) - log2_1p(exp2_of(-fabsf(x)));
-    return clamp_log2(-kLog2E * exp2_of(gate.scale + log_sigmoid));
+    return -kLog2E * exp2_of(gate.scale + log_sigmoid);
+  }
+  __device__ __forceinline__ float operator()(const FastGate& gate, float z) const {
+    return clamp_log2(decay(gate, z));
+  }
+  static __device__ __forceinline__ GateGradient<float> gradient(const FastGate& gate, float z,
+                                                                 float dg) {
+    return gradient_unless_clamped(decay(gate, z), dg,
+                                   [&](float g) { return bounded_gradient(gate, z, g, dg); });
   }
 };
+
+/// Calls f with the kind of gate that is not kGateNone; the branch is uniform.
+template <class F>
+__device__ __forceinline__ void with_gate(const GateParams& params, const FastGate& gate, F f) {
+  if (params.kind == kGateSoftplus) {
+    gate.far ? f(FarSoftplusGate{}) : f(FastSoftplusGate{});
+  } else {
+    gate.far ? f(FarBoundedGate{}) : f(FastBoundedGate{});
+  }
+}
 
 }  // namespace kda::cuda

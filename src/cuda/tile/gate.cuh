@@ -72,6 +72,13 @@ __device__ __forceinline__ Gate<Real> gate_of(const GateParams& params, int64_t 
   return gate;
 }
 
+/// What a token adds to a channel's parameter gradients.
+template <class Real>
+struct GateGradient {
+  Real dz;      ///< of the raw input and the bias
+  Real dA_log;  ///< (3.6), (3.10)
+};
+
 /// The natural-log decay, not clamped: g itself, (3.4) or (3.8).
 template <class Real>
 __device__ __forceinline__ Real gate_value(const GateParams& params, const Gate<Real>& gate,

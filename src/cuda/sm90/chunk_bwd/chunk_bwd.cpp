@@ -1,5 +1,5 @@
 // The backward on Hopper: prep -> re-scan (h, v_new) -> reverse scan (dh, R) -> grad, parallel over
-// chunks, then the generic launches that end gates, beta and groups of value heads.
+// chunks, then the generic launches that end the sums over chunks and groups of value heads.
 #include <cmath>
 #include <cstdint>
 #include <string>
@@ -74,16 +74,26 @@ void walk(Pipeline& run, const PrepParams& prep, GradParams& grad) {
   grad.mantissa = scale.mantissa;
 }
 
-/// The norms of q and k for the sum over groups.
-void find_norms(Pipeline& run, Tensor& rq, Tensor& rk) {
-  ActivateParams params;
-  rq = params.rq = run.scalars(run.problem().sizes.H);
-  rk = params.rk = run.scalars(run.problem().sizes.H);
-  params.q = run[kQ];
-  params.k = run[kK];
-  params.heads = run.heads();
-  params.sequences = run.sequences();
-  run(launch_activate, params);
+/// dq and dk of the inputs from those of the value heads.
+void sum_groups(Pipeline& run, const GradParams& grad) {
+  Tensor rq;
+  Tensor rk;
+  if (grad.qk_l2norm) {
+    ActivateParams norms;
+    rq = norms.rq = run.scalars(run.problem().sizes.H);
+    rk = norms.rk = run.scalars(run.problem().sizes.H);
+    norms.q = run[kQ];
+    norms.k = run[kK];
+    norms.heads = run.heads();
+    norms.sequences = run.sequences();
+    run(launch_activate, norms);
+  }
+  ActivateBackwardParams sums;
+  sums.groups = run.group_sums({{{kDq, grad.dq, run[kQ], rq}, {kDk, grad.dk, run[kK], rk}}});
+  if (sums.groups.count == 0) return;
+  sums.heads = run.heads();
+  sums.sequences = run.sequences();
+  run(launch_activate_bwd, sums);
 }
 
 /// grad writes dq and dk of the inputs itself.
@@ -96,7 +106,7 @@ bool writes_keys(const Problem& problem) {
 void chunk_bwd(Pipeline& run) {
   const Problem& problem = run.problem();
   const Sizes& s = problem.sizes;
-  run.require_aligned("sm90_chunk_bwd", {kQ, kK, kV, kG, kDo, kDq, kDk, kDv});
+  run.require_aligned("sm90_chunk_bwd", {kQ, kK, kV, kG, kDo, kDq, kDk, kDv, kDg});
   const PrepParams prep = prepare_records(run, true);
   GradParams grad;
   walk(run, prep, grad);
@@ -110,8 +120,12 @@ void chunk_bwd(Pipeline& run) {
   grad.dq = direct ? run[kDq] : run.tokens(s.HV, s.K);
   grad.dk = direct ? run[kDk] : run.tokens(s.HV, s.K);
   grad.dv = run[kDv];
-  grad.dg = run.tokens(s.HV, s.K);
-  grad.dbeta = problem.beta_sigmoid ? run.scalars(s.HV) : run[kDbeta];
+  grad.dg = run[kDg];
+  const bool parameters = problem.has(kDALog) || problem.has(kDdtBias);
+  Tensor partial;
+  if (parameters) partial = run.scratch({prep.sequences.chunk_rows, s.HV, s.K + 1});
+  grad.partial = static_cast<float*>(partial.data);
+  grad.dbeta = run[kDbeta];
   grad.sequences = prep.sequences;
   grad.heads = prep.heads;
   grad.scale = static_cast<float>(run.scale());
@@ -120,14 +134,11 @@ void chunk_bwd(Pipeline& run) {
   grad.undo_l2norm = prep.qk_l2norm && direct;
   grad.beta_sigmoid = prep.beta_sigmoid;
   run(launch_grad, grad);
-  GroupSums groups;
-  if (!direct) {
-    Tensor rq;
-    Tensor rk;
-    if (prep.qk_l2norm) find_norms(run, rq, rk);
-    groups = run.group_sums({{{kDq, grad.dq, run[kQ], rq}, {kDk, grad.dk, run[kK], rk}}});
+  if (parameters) {
+    run(launch_gate_reduce, GateReduceParams{partial, run[kDALog], run[kDdtBias],
+                                             prep.sequences.chunk_rows, prep.heads});
   }
-  activations_backward(run, grad.dg, grad.dbeta, groups);
+  if (!direct) sum_groups(run, grad);
   run.finish();
 }
 
@@ -152,7 +163,7 @@ std::string obstacle_of(const Problem& problem) {
   if (scale == 0 || !std::isfinite(scale) || std::abs(split(scale).exponent) > kMostExponent) {
     return fmt::format("scale = {} (2^-{} to 2^{} in size)", scale, kMostExponent, kMostExponent);
   }
-  return uneven_rows(problem, {kQ, kK, kV, kG, kDo, kDq, kDk, kDv});
+  return uneven_rows(problem, {kQ, kK, kV, kG, kDo, kDq, kDk, kDv, kDg});
 }
 
 }  // namespace

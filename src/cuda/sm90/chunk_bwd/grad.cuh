@@ -1,5 +1,5 @@
 // grad: one chunk of 32 tokens and one value head; h and dh around it, v_new and R of it and the
-// raw inputs -> dq, dk, dv, dbeta and the gradient of the decay.
+// raw inputs -> dq, dk, dv, dg, dbeta and the chunk's part of dA_log and ddt_bias.
 //
 // Grid: one block of K / 64 warpgroups for each (chunk, value head), heads fastest. A warpgroup
 // owns 64 channels; two blocks (K = 64: three) share an SM, so that one computes while the other
@@ -11,7 +11,7 @@
 //   [dP; dL] = [do; R] v_new^T                           the first warpgroup, m64n32
 //   rowsum_V(h . dh), rowsum_V(R . v), dv = beta R       CUDA cores, under the products
 // then the intra part (grad_intra.cuh) with bf16 operands of 48 and 64 rows, and everything of
-// (5.32), (5.33) in the accumulators' layout (grad_finish.cuh).
+// (5.32), (5.33) in the accumulators' layout (grad_finish.cuh), at last the gates (grad_gates.cuh).
 //
 // Shared memory, bytes, K = 128:
 //   tiles of h, dh, [do; R], v_new   45056   later operands of the intra part, then staging
@@ -169,7 +169,12 @@ struct GradBlock {
     multiply_rows(S);
     float x[24];
     multiply_columns(x);
-    finish.run(S, dkx, x, has_far);
+    float W[16];
+    finish.combine_all(S, dkx, x, W, has_far);
+    __syncthreads();
+    int place = lane;
+    asm volatile("" : "+r"(place));  // addresses are formed again, not kept across combine_all
+    GradFinish<K>(shared, p, work, warp, place).store_all(S, dkx, W);
   }
 };
 
@@ -184,7 +189,7 @@ __global__ void __launch_bounds__(GradTraits<K>::kThreads, GradTraits<K>::kBlock
   work.hv = blockIdx.x % HV;
   work.head = work.hv / static_cast<uint32_t>(p.heads.group);
   work.chunk = small_chunk_of(p.sequences, blockIdx.x / HV);
-  if (work.chunk.rows == 0) return;
+  if (work.chunk.rows == 0) return clear_partial(p, work.row, work.hv);
   const int tid = static_cast<int>(threadIdx.x);
   const int warp = __shfl_sync(~0u, tid / 32, 0);
   GradBlock<K>{shared, p, work, tid, warp, tid % 32}.run();

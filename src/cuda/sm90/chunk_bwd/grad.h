@@ -14,11 +14,12 @@ namespace kda::cuda::sm90 {
 struct GradParams {
   Tensor q, k, v, beta, grad_o;
   GateParams gate;
-  Tensor v_new, R;       ///< [B,T,HV,V]
-  Tensor h, dh;          ///< [chunk rows of 32, HV, K, V]
-  Tensor dq, dk;         ///< [B,T,HV,K], bf16 or fp32; of a value head
-  Tensor dv, dg, dbeta;  ///< dg: of the natural-log decay, fp32; dbeta: of the activated beta
-  Sequences sequences;   ///< with C = 32
+  Tensor v_new, R;           ///< [B,T,HV,V]
+  Tensor h, dh;              ///< [chunk rows of 32, HV, K, V]
+  Tensor dq, dk;             ///< [B,T,HV,K], bf16 or fp32; of a value head
+  Tensor dv, dg, dbeta;      ///< of the inputs: dg of the raw gates
+  float* partial = nullptr;  ///< [chunk rows, HV, K + 1]: sums of dz by channel, then of dA_log
+  Sequences sequences;       ///< with C = 32
   Heads heads;
   float scale = 1;
   float mantissa = 1;  ///< m

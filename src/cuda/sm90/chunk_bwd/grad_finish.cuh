@@ -1,7 +1,8 @@
-// The last part of grad: (5.32), (5.33), the backward of the l2norm, and the stores.
+// The last part of grad: (5.32), (5.33), the backward of l2norm, gates and beta, and the stores.
 #pragma once
 
 #include "cuda/ptx/stmatrix.cuh"
+#include "cuda/sm90/chunk_bwd/grad_gates.cuh"
 #include "cuda/sm90/chunk_bwd/grad_intra.cuh"
 
 namespace kda::cuda::sm90 {
@@ -138,6 +139,16 @@ struct GradFinish {
     for (int t = 0; t < 8; ++t) shared.partial[which][warp][at.token(t / 2, t % 2)] = x[t];
   }
 
+  /// (3.13) behind a sigmoid.
+  __device__ __forceinline__ void store_dbeta(int t, float dbeta) const {
+    const int64_t token = work.chunk.begin + t;
+    if (p.beta_sigmoid) {
+      const float x = load<float>(p.beta, token_offset(p.beta, work.chunk.batch, token, work.hv));
+      dbeta *= p.beta_factor * sigmoid(x) * sigmoid(-x);
+    }
+    store<float>(p.dbeta, token_offset(p.dbeta, work.chunk.batch, token, work.hv), dbeta);
+  }
+
   /// Adds the warps' sums; dbeta.
   __device__ __forceinline__ void finish_sums() const {
     const int tid = warp * 32 + lane;
@@ -150,9 +161,7 @@ struct GradFinish {
       for (int w = 0; w < Traits::kWarps; ++w) sum += shared.partial[which][w][t];
       shared.sums[which][t] = sum;
       if (which == kKeySum && t < work.chunk.rows && p.dbeta.data != nullptr) {
-        store<float>(p.dbeta,
-                     token_offset(p.dbeta, work.chunk.batch, work.chunk.begin + t, work.hv),
-                     fmaf(p.mantissa, shared.value_product[t], sum));
+        store_dbeta(t, fmaf(p.mantissa, shared.value_product[t], sum));
       }
     }
   }
@@ -166,12 +175,15 @@ struct GradFinish {
     });
   }
 
-  /// (5.33): W -> dg. Sums from the last token on of W and of all tokens before of k . dkx.
-  __device__ __forceinline__ void sum_tokens(float (&W)[16], const float (&X)[16]) const {
+  /// (5.33), over G of this warp's channels. Sums from the last token on of W and of all tokens
+  /// before of k . dkx.
+  __device__ __forceinline__ void sum_tokens(const float (&W)[16], const float (&X)[16]) const {
+    const float end[2] = {shared.G[kChunk - 1][at.channel(0)], shared.G[kChunk - 1][at.channel(1)]};
+    __syncwarp();
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int channel = at.channel(c);
-      float before = p.mantissa * exp2_of(shared.G[kChunk - 1][channel]) *
+      float before = p.mantissa * exp2_of(end[c]) *
                      (shared.state_product[0][channel] + shared.state_product[1][channel]);
       float dg[8];
 #pragma unroll
@@ -204,7 +216,7 @@ struct GradFinish {
         after += __shfl_sync(~0u, sum, 0, 4);
       }
 #pragma unroll
-      for (int t = 0; t < 8; ++t) W[t / 2 * 4 + 2 * c + t % 2] = dg[t];
+      for (int t = 0; t < 8; ++t) shared.G[at.token(t / 2, t % 2)][channel] = dg[t];
     }
   }
 
@@ -244,38 +256,43 @@ struct GradFinish {
     }
   }
 
-  /// S with the intra products on it, dkx and x as the products left them.
-  __device__ __forceinline__ void run(float (&S)[32], float (&dkx)[16], const float (&x)[24],
-                                      bool has_far) const {
-    float W[16];
-    {
-      float sums[3][8] = {};
-      combine(S, dkx, x, W, sums);
-      if (has_far) add_far(S, W, sums);
-      put_sums(kKeySum, sums[kKeySum]);
-      if (p.undo_l2norm) {
-        put_sums(kQueryNorm, sums[kQueryNorm]);
-        put_sums(kKeyNorm, sums[kKeyNorm]);
-      }
-    }
-    __syncthreads();
+  /// S with the intra products on it, dkx and x as the products left them: S -> [dq | dk], dkx ->
+  /// k . dkx, W. The last reader of the operands.
+  __device__ __forceinline__ void combine_all(float (&S)[32], float (&dkx)[16],
+                                              const float (&x)[24], float (&W)[16],
+                                              bool has_far) const {
+    float sums[3][8] = {};
+    combine(S, dkx, x, W, sums);
+    if (has_far) add_far(S, W, sums);
+    put_sums(kKeySum, sums[kKeySum]);
+    if (!p.undo_l2norm) return;
+    put_sums(kQueryNorm, sums[kQueryNorm]);
+    put_sums(kKeyNorm, sums[kKeyNorm]);
+  }
+
+  /// What combine_all left, once every warp has.
+  __device__ __forceinline__ void store_all(float (&S)[32], const float (&dkx)[16],
+                                            const float (&W)[16]) const {
     finish_sums();
-    sum_tokens(W, dkx);
-    store_fp32(p.dg, W);
-    if (p.undo_l2norm) {
-      __syncthreads();
-      undo_norms(S);
-    }
-    if (p.dq.dtype == kBFloat16) {
+    const bool gates = p.dg.data != nullptr || p.partial != nullptr;
+    if (gates) sum_tokens(W, dkx);
+    __syncthreads();
+    if (p.undo_l2norm) undo_norms(S);
+    const bool staged = p.dq.dtype == kBFloat16;
+    if (staged) {
       stage(0, S);
       stage(1, S + 16);
-      __syncthreads();
-      store_staged(p.dq, 0);
-      store_staged(p.dk, 1);
     } else {
       store_fp32(p.dq, S);
       store_fp32(p.dk, S + 16);
     }
+    if (gates) backward_gates(shared, p, work);
+    __syncthreads();
+    if (staged) {
+      store_staged(p.dq, 0);
+      store_staged(p.dk, 1);
+    }
+    if (gates) store_partial(shared, p, work);
   }
 };
 

@@ -117,11 +117,7 @@ __device__ __forceinline__ void sum_gates(float2 (&G)[TOKENS], const GateParams&
       return {value(gate, z.x + x), value(gate, z.y + y)};
     });
   };
-  if (params.kind == kGateSoftplus) {
-    gate.far ? sum(FarSoftplusGate{}) : sum(FastSoftplusGate{});
-  } else {
-    gate.far ? sum(FarBoundedGate{}) : sum(FastBoundedGate{});
-  }
+  with_gate(params, gate, sum);
 }
 
 /// 1 / |row| of q and k: 8 lanes a row.

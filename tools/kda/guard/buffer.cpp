@@ -1,15 +1,15 @@
-#include "support/guarded_buffer.h"
+#include "guard/buffer.h"
 
 #include <algorithm>
 #include <cstring>
 
 #include <fmt/format.h>
 
-#if defined(KDA_TEST_ASAN)
+#if defined(KDA_GUARD_ASAN)
 #include <sanitizer/asan_interface.h>
 #endif
 
-namespace kda::test {
+namespace kda::cases {
 namespace {
 
 constexpr std::byte kFill{0xFF};
@@ -62,7 +62,7 @@ GuardedBuffer::GuardedBuffer(std::size_t bytes)
 GuardedBuffer::~GuardedBuffer() { watch(false); }
 
 void GuardedBuffer::watch([[maybe_unused]] bool on) const {
-#if defined(KDA_TEST_ASAN)
+#if defined(KDA_GUARD_ASAN)
   const std::byte* behind = memory_.data() + begin_ + bytes_;
   if (on) {
     ASAN_POISON_MEMORY_REGION(memory_.data(), begin_);
@@ -77,7 +77,7 @@ std::vector<int64_t> GuardedBuffer::shape() const {
   return {layout_.shape.begin(), layout_.shape.begin() + layout_.rank};
 }
 
-void GuardedBuffer::load(const cases::HostTensor& tensor) {
+void GuardedBuffer::load(const HostTensor& tensor) {
   const std::size_t size = size_of(layout_.dtype);
   for (std::size_t i = 0; i < offsets_.size(); ++i) {
     std::memcpy(address() + offsets_[i], tensor.bytes.data() + i * size, size);
@@ -91,8 +91,8 @@ void GuardedBuffer::poison() {
   if (offsets_.empty()) std::memset(address(), 0xFF, bytes_);
 }
 
-cases::HostTensor GuardedBuffer::store() const {
-  cases::HostTensor tensor(layout_.dtype, shape());
+HostTensor GuardedBuffer::store() const {
+  HostTensor tensor(layout_.dtype, shape());
   const std::size_t size = size_of(layout_.dtype);
   for (std::size_t i = 0; i < offsets_.size(); ++i) {
     std::memcpy(tensor.bytes.data() + i * size, memory_.data() + begin_ + offsets_[i], size);
@@ -108,7 +108,7 @@ void GuardedBuffer::snapshot() {
 
 std::string GuardedBuffer::changes(bool elements_too) const {
   watch(false);
-  cases::AlignedBytes expected = elements_too ? before_ : memory_;
+  AlignedBytes expected = elements_too ? before_ : memory_;
   if (!elements_too) {
     std::fill(expected.begin(), expected.end(), kFill);
     const std::size_t size = size_of(layout_.dtype);
@@ -143,4 +143,4 @@ int64_t GuardedBuffer::unwritten() const {
   return -1;
 }
 
-}  // namespace kda::test
+}  // namespace kda::cases

@@ -10,14 +10,14 @@
 #include "tensor.h"
 
 #if defined(__SANITIZE_ADDRESS__)
-#define KDA_TEST_ASAN 1
+#define KDA_GUARD_ASAN 1
 #elif defined(__has_feature)
 #if __has_feature(address_sanitizer)
-#define KDA_TEST_ASAN 1
+#define KDA_GUARD_ASAN 1
 #endif
 #endif
 
-namespace kda::test {
+namespace kda::cases {
 
 /// The bytes before, between and behind the elements are 0xFF: NaN to whoever reads them, and a
 /// write shows. Under AddressSanitizer those before and behind may not be touched at all.
@@ -37,10 +37,10 @@ class GuardedBuffer {
   /// Everything, guards included.
   std::span<std::byte> memory() { return memory_; }
 
-  void load(const cases::HostTensor& tensor);
+  void load(const HostTensor& tensor);
   /// Elements become 0xFF bytes.
   void poison();
-  cases::HostTensor store() const;
+  HostTensor store() const;
 
   /// Remembers all bytes, to compare them later.
   void snapshot();
@@ -58,8 +58,8 @@ class GuardedBuffer {
   std::size_t begin_;                 // of the first element
   std::size_t bytes_;                 // from the first to the last element
   std::vector<std::size_t> offsets_;  // of each element, in index order
-  cases::AlignedBytes memory_;
-  cases::AlignedBytes before_;
+  AlignedBytes memory_;
+  AlignedBytes before_;
 };
 
-}  // namespace kda::test
+}  // namespace kda::cases

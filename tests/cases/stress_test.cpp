@@ -1,0 +1,209 @@
+// The problems that `kda stress` draws, and that its judge sees what is wrong.
+#include <limits>
+#include <map>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "stress/draw.h"
+#include "stress/dye.h"
+#include "stress/inputs.h"
+#include "stress/judge.h"
+
+namespace kda::stress {
+namespace {
+
+using cases::HostTensor;
+using cases::TensorMap;
+using enum TensorId;
+
+/// The first problem that a condition holds for.
+template <class Condition>
+Draw first(const Condition& condition) {
+  for (int64_t number = 0; number < 20000; ++number) {
+    Draw found = draw(11, number);
+    if (condition(found)) return found;
+  }
+  throw std::runtime_error("no such problem");
+}
+
+/// The reference's own outputs, which are right.
+TensorMap right_outputs(const Trial& trial) {
+  TensorMap outputs;
+  for (const auto& [id, tensor] : trial.expected) {
+    outputs[id] = cases::converted(tensor, trial.draw.problem[id].dtype);
+  }
+  return outputs;
+}
+
+/// Names of the outputs with faults.
+std::set<std::string> faulty(const Trial& trial, const TensorMap& outputs) {
+  std::set<std::string> names;
+  for (const Fault& fault : faults_of(trial, "cpu", outputs)) names.insert(fault.output);
+  return names;
+}
+
+using Names = std::set<std::string>;
+
+TEST(StressDraw, OneSeedGivesTheSameProblemEverywhere) {
+  EXPECT_EQ(describe(draw(1, 21)),
+            "recurrent predicted B1 T69 H3 HV3 K128 V64 bf16 softplus beta-sigmoid cu=0,4,7"
+            ",7,13,15,16,20,24,24,25,25,26,30,31,34,35,36,36,36,38,38,40,40,44,47,49,54,57,"
+            "58,58,64,64,66,69 seed 10901941715188119463 scale=0 in place NaN in sequence 1"
+            "5; padded; q:bf16 k:bf16 v:bf16 g:fp32 beta:fp32 A_log:fp32 dt_bias:fp32 initi"
+            "al_state:fp32 cu_seqlens:int64 o:bf16 final_state:fp32");
+  EXPECT_NE(describe(draw(1, 17)), describe(draw(2, 17)));
+  EXPECT_NE(describe(draw(1, 17)), describe(draw(1, 18)));
+}
+
+TEST(StressDraw, EveryProblemIsValidAndEveryKindOccurs) {
+  std::map<std::string, int> seen;
+  for (int64_t number = 0; number < 3000; ++number) {
+    const Draw d = draw(5, number);
+    const Result<Problem> problem = d.problem.validated();
+    ASSERT_TRUE(problem.ok()) << describe(d) << ": " << problem.status().message();
+    ++seen[std::string(name_of(d.problem.operation))];
+    ++seen[std::string(name_of(d.spec.family))];
+    ++seen[std::string(name_of(d.spec.io))];
+    ++seen[std::string(name_of(d.problem.gate))];
+    ++seen["arrangement " + std::to_string(static_cast<int>(d.arrangement))];
+    for (const TensorSpec& spec : tensors_of(d.problem.operation)) {
+      if (d.problem.has(spec.id)) ++seen[std::string(name_of(spec.id))];
+    }
+    seen["V first"] += d.problem.state_v_first;
+    seen["in place"] += d.state_in_place;
+    seen["no token"] += d.problem.sizes.T == 0;
+    seen["grouped"] += d.problem.sizes.HV > d.problem.sizes.H;
+    seen["dyed"] += d.dyed >= 0;
+  }
+  // Operations, families, dtypes of q, gates, arrangements, tensors and the five above.
+  EXPECT_EQ(seen.size(), kOperationCount + cases::kFamilies.size() + 4 + 3 + 5 + kTensorCount + 5);
+  for (const auto& [kind, count] : seen) EXPECT_GE(count, 15) << kind;
+}
+
+TEST(StressInputs, OtherVariantsHaveTheSameShapes) {
+  for (int64_t number = 0; number < 20; ++number) {
+    const Draw d = draw(3, number);
+    const cases::Case plain = inputs_of(d).value();
+    const cases::Case other = inputs_of(d, 1).value();
+    ASSERT_EQ(plain.inputs.size(), other.inputs.size());
+    for (const auto& [id, tensor] : plain.inputs) {
+      EXPECT_EQ(tensor.shape, other.inputs.at(id).shape) << name_of(id);
+      EXPECT_EQ(tensor.dtype, d.problem[id].dtype) << name_of(id);
+    }
+  }
+}
+
+TEST(StressJudge, RightOutputsHaveNoFault) {
+  for (int64_t number = 0; number < 40; ++number) {
+    const Trial trial = prepare(draw(3, number), false).value();
+    EXPECT_EQ(faulty(trial, right_outputs(trial)), Names{}) << describe(trial.draw);
+  }
+}
+
+TEST(StressJudge, SeesWrongNumbers) {
+  const Trial trial = prepare(first([](const Draw& d) {
+                                const Sizes& s = d.problem.sizes;
+                                return d.problem.operation == Operation::kChunkForward &&
+                                       d.spec.family == cases::Family::kUnit && s.T > 64 &&
+                                       s.V > 16 && d.problem.effective_scale() != 0;
+                              }),
+                              false)
+                          .value();
+  TensorMap outputs = right_outputs(trial);
+  HostTensor& o = outputs.at(kO);
+  // One row of one head.
+  const int64_t V = trial.draw.problem.sizes.V;
+  for (int64_t i = 0; i < V; ++i) o.set(i, 2 * o.get(i));
+  EXPECT_EQ(faulty(trial, outputs), Names{"o"});
+  o.set(0, std::numeric_limits<double>::quiet_NaN());
+  EXPECT_EQ(faulty(trial, outputs), Names{"o"});
+}
+
+TEST(StressJudge, SeesNumbersInThePadding) {
+  const Trial trial = prepare(first([](const Draw& d) {
+                                return d.problem.operation == Operation::kChunkForward &&
+                                       d.problem.has(kH) && d.problem.packed() &&
+                                       d.spec.cu_seqlens.back() < d.problem.sizes.T;
+                              }),
+                              false)
+                          .value();
+  const TensorMap right = right_outputs(trial);
+  for (const TensorId id : {kO, kH}) {
+    TensorMap outputs = right;
+    HostTensor& tensor = outputs.at(id);
+    tensor.set(tensor.count() - 1, 1e-7);
+    EXPECT_EQ(faulty(trial, outputs), Names{std::string(name_of(id))});
+  }
+}
+
+TEST(StressJudge, SeesStatesThatShouldHaveStayed) {
+  const Trial trial = prepare(first([](const Draw& d) {
+                                return d.problem.has(kStateIndices) && d.problem.has(kFinalState) &&
+                                       d.problem.sizes.P > d.problem.sequences();
+                              }),
+                              false)
+                          .value();
+  const HostTensor& slots = *trial.inputs.input(kStateIndices);
+  std::set<int64_t> used;
+  for (int64_t i = 0; i < slots.count(); ++i) used.insert(slots.get_int(i));
+  TensorMap outputs = right_outputs(trial);
+  HostTensor& pool = outputs.at(kFinalState);
+  const int64_t size = pool.count() / pool.shape[0];
+  for (int64_t slot = 0; slot < pool.shape[0]; ++slot) {
+    if (used.count(slot) == 0) pool.set(slot * size, pool.get(slot * size) * (1 + 0x1p-6));
+  }
+  EXPECT_EQ(faulty(trial, outputs), Names{"final_state"});
+}
+
+TEST(StressJudge, SeesTokensThatShouldNotHaveRun) {
+  const Trial trial = prepare(first([](const Draw& d) {
+                                return d.problem.has(kNumAccepted) && !d.problem.packed() &&
+                                       d.problem.sizes.T > 2 && d.problem.sizes.B > 2;
+                              }),
+                              false)
+                          .value();
+  const HostTensor& counts = *trial.inputs.input(kNumAccepted);
+  const Sizes& s = trial.draw.problem.sizes;
+  for (int64_t b = 0; b < s.B; ++b) {
+    if (counts.get_int(b) == s.T) continue;
+    TensorMap outputs = right_outputs(trial);
+    outputs.at(kO).set(((b + 1) * s.T - 1) * s.HV * s.V, 1e-7);
+    EXPECT_EQ(faulty(trial, outputs), Names{"o"});
+  }
+}
+
+TEST(StressDye, StaysInItsSequenceAndIsSeenInOthers) {
+  const Trial trial =
+      prepare(first([](const Draw& d) {
+                return d.dyed >= 0 && d.problem.operation == Operation::kChunkForward &&
+                       !d.problem.packed() && d.problem.sizes.T > 0 && d.spec.io == DType::kF32;
+              }),
+              false)
+          .value();
+  const TensorMap dyed = dyed_inputs(trial);
+  const HostTensor& plain_v = *trial.inputs.input(kV);
+  const int64_t row = plain_v.count() / plain_v.shape[0];
+  bool changed = false;
+  for (int64_t i = 0; i < plain_v.count(); ++i) {
+    const bool own = i / row == trial.draw.dyed;
+    const bool same = plain_v.get(i) == dyed.at(kV).get(i);
+    EXPECT_TRUE(same || own) << i;
+    changed = changed || !same;
+  }
+  EXPECT_TRUE(changed);
+
+  const TensorMap right = right_outputs(trial);
+  TensorMap traced = right;
+  HostTensor& o = traced.at(kO);
+  o.set(trial.draw.dyed * row, 7);
+  EXPECT_EQ(trace_of_dye(trial, right, traced), "");
+  o.set((trial.draw.dyed == 0 ? 1 : 0) * row, 7);
+  EXPECT_NE(trace_of_dye(trial, right, traced), "");
+}
+
+}  // namespace
+}  // namespace kda::stress

@@ -1,0 +1,199 @@
+// A long run on a GPU: thousands of calls of changing shapes, many threads, and errors of others.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "cuda/device_case.h"
+#include "support/steps.h"
+
+namespace kda::test {
+namespace {
+
+using cases::Case;
+using enum TensorId;
+
+constexpr std::size_t kWorkspaceBytes = std::size_t{64} << 20;
+
+/// Device memory for the tensors of any step, filled once.
+class Steps {
+ public:
+  Steps() : workspace_(kWorkspaceBytes) {
+    for (int id = 0; id < kTensorCount; ++id) {
+      memory_.emplace_back(kStepBytes);
+      require(cudaMemset(memory_.back().address(), fill_of(static_cast<TensorId>(id)), kStepBytes));
+    }
+    require(cudaDeviceSynchronize());
+  }
+
+  /// Enqueues the step: "" or what went wrong. `implementation` "" takes the default.
+  std::string run(int64_t step, const char* implementation) {
+    const Problem problem = problem_of_step(step);
+    const Result<Plan> plan = make_plan(problem, {DeviceType::kCuda, 0}, choosing(implementation));
+    if (!plan.ok()) return plan.status().message();
+    if (plan->workspace_bytes() > kWorkspaceBytes) return "the test's workspace is too small";
+    Args args;
+    for (const TensorSpec& spec : tensors_of(problem.operation)) {
+      if (problem.has(spec.id)) args.out(spec.id, memory_[index(spec.id)].address());
+    }
+    const auto starts = starts_of_step(step);
+    require(cudaMemcpyAsync(memory_[index(kCuSeqlens)].address(), starts.data(), sizeof starts,
+                            cudaMemcpyHostToDevice, stream_));
+    args.workspace = workspace_.address();
+    args.workspace_bytes = kWorkspaceBytes;
+    return plan->run(args, stream_).message();
+  }
+
+  void wait() const { require(cudaStreamSynchronize(stream_)); }
+
+  /// The bytes of all outputs of a step.
+  std::string outputs(int64_t step) const {
+    wait();
+    const Problem problem = problem_of_step(step).validated().value();
+    std::string bytes;
+    for (const TensorSpec& spec : tensors_of(problem.operation)) {
+      if (spec.role == Role::kInput || !problem.has(spec.id)) continue;
+      const std::size_t begin = bytes.size();
+      bytes.resize(begin + static_cast<std::size_t>(problem.bytes(spec.id)));
+      require(cudaMemcpy(bytes.data() + begin, memory_[index(spec.id)].address(),
+                         bytes.size() - begin, cudaMemcpyDeviceToHost));
+    }
+    return bytes;
+  }
+
+ private:
+  static std::size_t index(TensorId id) { return static_cast<std::size_t>(id); }
+
+  std::vector<DeviceBuffer> memory_;
+  DeviceBuffer workspace_;
+  Stream stream_;
+};
+
+std::size_t used_memory() {
+  std::size_t free = 0;
+  std::size_t total = 0;
+  require(cudaMemGetInfo(&free, &total));
+  return total - free;
+}
+
+int64_t resident_bytes() {
+  std::ifstream statm("/proc/self/statm");
+  int64_t size = 0;
+  int64_t resident = 0;
+  statm >> size >> resident;
+  return resident * sysconf(_SC_PAGESIZE);
+}
+
+/// Chosen by turns; where a Hopper row does not take a step, the portable one does.
+const char* implementation_of(int64_t step) {
+  constexpr const char* kChoices[] = {"", "cuda", "sm90_chunk_fwd,sm90_chunk_bwd,cuda"};
+  return kChoices[no_hopper().empty() ? step % 3 : step % 2];
+}
+
+TEST(CudaEndurance, TenThousandCallsLeaveNoMemoryBehind) {
+  KDA_NEEDS_GPU();
+  constexpr int64_t kWarmUp = 1500;  // more than the steps repeat after
+  constexpr int64_t kCalls = 10000;
+  constexpr int64_t kMostGrowth = 4 << 20;  // of the host: the driver's pools are in it
+  Steps steps;
+  const auto run = [&](int64_t begin, int64_t end) {
+    for (int64_t step = begin; step < end; ++step) {
+      ASSERT_EQ(steps.run(step, implementation_of(step / 3)), "") << step;
+      if (step % 64 == 0) steps.wait();
+    }
+    steps.wait();
+  };
+  run(0, kWarmUp);
+  const std::size_t device = used_memory();
+  const int64_t host = resident_bytes();
+  run(kWarmUp, kCalls);
+  EXPECT_LE(used_memory(), device);
+  EXPECT_LE(resident_bytes() - host, kMostGrowth);
+}
+
+TEST(CudaEndurance, SixtyFourThreadsAtOnceGetTheirOwnBits) {
+  KDA_NEEDS_GPU();
+  constexpr int kThreads = 64;
+  constexpr int64_t kTurns = 6;
+  std::vector<std::string> expected;
+  {
+    Steps steps;
+    for (int64_t step = 0; step < kThreads + kTurns; ++step) {
+      ASSERT_EQ(steps.run(step, implementation_of(step)), "");
+      expected.push_back(steps.outputs(step));
+    }
+  }
+  std::vector<std::string> reports(kThreads);
+  std::atomic<int> waiting{kThreads};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < kThreads; ++i) {
+    threads.emplace_back([&, i] {
+      Steps steps;
+      --waiting;
+      while (waiting.load() > 0) std::this_thread::yield();
+      std::string& report = reports[static_cast<std::size_t>(i)];
+      for (int64_t step = i; step < i + kTurns && report.empty(); ++step) {
+        report = steps.run(step, implementation_of(step));
+        if (report.empty() && steps.outputs(step) != expected[static_cast<std::size_t>(step)]) {
+          report = "other bits in step " + std::to_string(step);
+        }
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const std::string& report : reports) EXPECT_EQ(report, "");
+}
+
+__global__ void nothing() {}
+__global__ void fault() { __trap(); }
+
+// A launch that fails in the caller's code, or in a kernel of ours, is that call's error alone.
+TEST(CudaErrors, AFailedLaunchDoesNotFailTheNextCall) {
+  KDA_NEEDS_GPU();
+  const Case c = cases::generate(packed_spec({0, 65, 65, 193, 300}));
+  DeviceCase device(backward_problem(c), c.inputs);
+  device.run();
+  const cases::TensorMap right = device.outputs();
+  nothing<<<1, 4096>>>();  // no GPU has blocks of so many threads
+  device.poison_outputs();
+  const Status status = device.plan().run(device.args());
+  EXPECT_TRUE(status.ok()) << status.message();
+  EXPECT_EQ(cudaGetLastError(), cudaErrorInvalidConfiguration) << "the caller's error is gone";
+  require(cudaDeviceSynchronize());
+  expect_same_bits(right, device.outputs());
+}
+
+/// In a process of its own, whose context is lost: 0 if every later call says so.
+int use_a_lost_context() {
+  const Case c = cases::generate(packed_spec({0, 65, 65, 193, 300}));
+  DeviceCase device(backward_problem(c), c.inputs);
+  device.run();
+  fault<<<1, 1>>>();
+  if (cudaDeviceSynchronize() == cudaSuccess) return 2;
+  for (int call = 0; call < 2; ++call) {
+    const Status ran = device.plan().run(device.args());
+    const Status planned = supports(device.plan().problem(), {DeviceType::kCuda, 0});
+    std::fprintf(stderr, "run: %s\nplan: %s\n", ran.message().c_str(), planned.message().c_str());
+    if (ran.code() != StatusCode::kDeviceError || planned.ok()) return 3;
+    if (ran.message().find("restart the process") == std::string::npos) return 4;
+  }
+  return 0;
+}
+
+TEST(CudaErrors, AFaultOfAKernelIsSaidByEveryLaterCall) {
+  KDA_NEEDS_GPU();
+  testing::GTEST_FLAG(death_test_style) = "threadsafe";  // a process without this one's context
+  EXPECT_EXIT(std::_Exit(use_a_lost_context()), testing::ExitedWithCode(0), "restart the process");
+}
+
+}  // namespace
+}  // namespace kda::test

@@ -1,0 +1,54 @@
+// Runs one operation the way a careless program would: odd strides, unaligned tensors, memory full
+// of NaN, and watches what it must not do.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "case.h"
+#include "kda/plan.h"
+
+namespace kda::cases {
+
+/// How tensors lie in memory.
+enum class Arrangement {
+  kContiguous,  ///< as the sizes give, on 64-byte boundaries
+  kPadded,      ///< gaps after every dimension, sometimes between elements; element alignment only
+  kTransposed,  ///< as kPadded, with the dimensions in another order
+  kAligned,     ///< views of wider rows: gaps of multiples of 16 bytes after the last dimension
+  kMixed,       ///< each tensor one of the others
+};
+
+struct Conditions {
+  Options options;
+  /// On a CUDA device there always is a second run, the replay of a captured graph.
+  Device device;
+  Arrangement arrangement = Arrangement::kContiguous;
+  uint64_t seed = 1;            ///< of gaps, offsets and orders
+  bool state_in_place = false;  ///< final_state is the memory of initial_state
+  bool repeat = false;          ///< a second run must give the same bits
+  int32_t repeat_threads = 0;   ///< CPU threads of that second run; 0: as many as in the first
+  /// Values of the inputs on which the graph runs before the ones given, once it is captured.
+  const TensorMap* earlier = nullptr;
+  /// Whether inputs are numbers. An output that is NaN because of an input may have the bits that
+  /// mark what nobody wrote, so without it only bytes beside the outputs are watched.
+  bool numbers = true;
+  int copies = 1;  ///< on a CUDA device: runs at once on streams of their own, with the same bits
+};
+
+struct GuardedOutcome {
+  TensorMap outputs;
+  std::string implementation;
+};
+
+/// The outputs; kInternal says which rule was broken:
+/// - outputs and workspace are full of NaN before the run, and every element is written
+/// (`numbers`);
+/// - nothing before, between or behind the elements of a tensor or the workspace is written;
+/// - inputs keep every bit;
+/// - a second run, if asked for, gives the same bits.
+/// A pool behind state_indices needs `state_in_place`.
+Result<GuardedOutcome> run_guarded(const Problem& problem, const TensorMap& inputs,
+                                   const Conditions& conditions = {});
+
+}  // namespace kda::cases

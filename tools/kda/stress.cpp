@@ -1,0 +1,271 @@
+// kda stress: random problems on every implementation that takes them.
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <map>
+#include <string>
+#include <vector>
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include "command.h"
+#include "progress.h"
+#include "stress/draw.h"
+#include "stress/judge.h"
+
+namespace kda::program {
+namespace {
+
+using nlohmann::json;
+using Clock = std::chrono::steady_clock;
+
+/// An implementation and where it runs.
+struct Row {
+  ImplementationInfo info;
+  Device device;
+};
+
+struct Tally {
+  int64_t calls = 0;
+  int64_t faulty = 0;
+  int64_t skipped = 0;
+  std::map<std::string, int64_t> reasons;  ///< of skipping, numbers as #
+};
+
+/// Reasons that differ in numbers alone count as one. Digits of names (fp64, sm90) stay.
+std::string without_numbers(const std::string& reason) {
+  std::string text;
+  bool in_word = false;
+  for (const char c : reason) {
+    const bool digit = c >= '0' && c <= '9';
+    if (!digit || in_word) {
+      text += c;
+    } else if (text.empty() || text.back() != '#') {
+      text += '#';
+    }
+    in_word = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_' || (in_word && digit);
+  }
+  return text;
+}
+
+bool is_word_of(const std::string& list, const ImplementationInfo& info) {
+  std::size_t begin = 0;
+  while (begin <= list.size()) {
+    const std::size_t end = std::min(list.find(',', begin), list.size());
+    std::string word = list.substr(begin, end - begin);
+    word.erase(0, word.find_first_not_of(' '));
+    word.erase(word.find_last_not_of(' ') + 1);
+    if (word == info.name || word == info.family) return true;
+    begin = end + 1;
+  }
+  return false;
+}
+
+/// All implementations on all devices, or those of the choice.
+Result<std::vector<Row>> chosen_rows(const Common& common) {
+  if (Status status = check_common(common); !status.ok()) return status;
+  std::vector<Device> wanted{Device{}};
+  if (common.device != "auto") {
+    Result<Device> device = choose_device(common, Problem{});
+    if (!device.ok()) return device.status();
+    wanted = {*device};
+  } else if (cuda_unavailable_reason().empty()) {
+    wanted.push_back({DeviceType::kCuda, 0});
+  }
+  std::vector<Row> rows;
+  for (const Device& device : wanted) {
+    for (const ImplementationInfo& info : implementations()) {
+      if (info.device != device.type) continue;
+      if (!common.implementation.empty() && !is_word_of(common.implementation, info)) continue;
+      rows.push_back({info, device});
+    }
+  }
+  return rows;
+}
+
+class Stress {
+ public:
+  Stress(const StressCommand& command, std::vector<Row> rows)
+      : command_(command), common_(command.common), rows_(std::move(rows)) {}
+
+  int run() {
+    Progress progress("stressing");
+    if (command_.number >= 0) {
+      try_problem(command_.number);
+    } else {
+      for (int64_t number = 0; !over(number); ++number) {
+        progress.step(fmt::format("{:.0f} s, {} problems, {} calls, {} failures", elapsed(),
+                                  problems_, calls_, failures_));
+        try_problem(number);
+      }
+    }
+    summarise();
+    if (device_lost_) return kDeviceFailure;
+    if (failures_ > 0) return kMismatch;
+    return command_.number >= 0 && calls_ == 0 ? kUnsupportedHere : kRight;
+  }
+
+ private:
+  double elapsed() const { return std::chrono::duration<double>(Clock::now() - start_).count(); }
+
+  bool over(int64_t number) const {
+    if (device_lost_) return true;
+    if (command_.problems > 0 && number >= command_.problems) return true;
+    // A number of problems is a limit of its own.
+    return (command_.problems == 0 || command_.seconds_given) && elapsed() >= command_.seconds;
+  }
+
+  void try_problem(int64_t number) {
+    const stress::Draw draw = stress::draw(command_.seed, number);
+    std::vector<const Row*> candidates;
+    bool on_device = false;
+    for (const Row& row : rows_) {
+      if (row.info.operation != draw.problem.operation) continue;
+      // What is refused whatever the strides are needs no inputs.
+      Options only;
+      only.implementation = row.info.name;
+      const Status status = supports(draw.problem, row.device, only);
+      if (status.code() == StatusCode::kUnsupported) {
+        skip(draw, row, status.message());
+        continue;
+      }
+      candidates.push_back(&row);
+      on_device |= row.device.type != DeviceType::kCpu;
+    }
+    ++problems_;
+    if (candidates.empty()) {
+      if (command_.number >= 0 && !common_.json) {
+        fmt::print("nothing of the choice takes {}\n", stress::describe(draw));
+      }
+      return;
+    }
+    Result<stress::Trial> trial = stress::prepare(draw, on_device);
+    if (!trial.ok()) {
+      report(draw, "reference", Device{}, {"", trial.status().message(), 0, 0});
+      return;
+    }
+    for (const Row* row : candidates) {
+      if (!device_lost_) try_row(*trial, *row);
+    }
+  }
+
+  void try_row(const stress::Trial& trial, const Row& row) {
+    const stress::Judgement judgement = stress::judge(trial, row.info, row.device, common_.threads);
+    if (!judgement.ran) {
+      skip(trial.draw, row, judgement.refusal);
+      return;
+    }
+    Tally& tally = tallies_[std::string(row.info.name)];
+    ++tally.calls;
+    ++calls_;
+    if (!judgement.faults.empty()) ++tally.faulty;
+    for (const stress::Fault& fault : judgement.faults) {
+      report(trial.draw, row.info.name, row.device, fault);
+    }
+    device_lost_ |= judgement.device_lost;
+    if (command_.number >= 0 && judgement.faults.empty() && !common_.json) {
+      fmt::print("right: {} on {}: {}\n", row.info.name, name_of(row.device),
+                 stress::describe(trial.draw));
+    }
+  }
+
+  void skip(const stress::Draw& draw, const Row& row, const std::string& reason) {
+    // "name: reason", and the name is known.
+    const std::string name(row.info.name);
+    const std::string text =
+        reason.rfind(name + ": ", 0) == 0 ? reason.substr(name.size() + 2) : reason;
+    Tally& tally = tallies_[name];
+    ++tally.skipped;
+    ++tally.reasons[without_numbers(text)];
+    if (command_.number >= 0 && !common_.json) {
+      fmt::print("skipped: {}: {}: {}\n", name, text, stress::describe(draw));
+    }
+  }
+
+  std::string reproducer(const stress::Draw& draw, std::string_view implementation,
+                         const Device& device) const {
+    return fmt::format("kda stress --seed {} --case {} --device {} --impl {}{}", draw.seed,
+                       draw.number, name_of(device), implementation,
+                       common_.threads > 0 ? fmt::format(" --threads {}", common_.threads) : "");
+  }
+
+  void report(const stress::Draw& draw, std::string_view implementation, const Device& device,
+              const stress::Fault& fault) {
+    ++failures_;
+    const std::string again = reproducer(draw, implementation, device);
+    if (common_.json) {
+      json object = {{"case", draw.number},
+                     {"impl", implementation},
+                     {"device", name_of(device)},
+                     {"fault", fault.text},
+                     {"problem", stress::describe(draw)},
+                     {"reproduce", again}};
+      if (!fault.output.empty()) object["output"] = fault.output;
+      if (fault.limit > 0) {
+        object["ratio"] = fault.ratio;
+        object["limit"] = fault.limit;
+      }
+      print_json(object);
+      return;
+    }
+    fmt::print("FAIL {} {}{}{}\n  {}\n  {}\n", implementation, fault.output,
+               fault.output.empty() ? "" : ": ", printable(fault.text), stress::describe(draw),
+               again);
+    std::fflush(stdout);
+  }
+
+  void summarise() const {
+    if (common_.json) {
+      json rows = json::array();
+      for (const auto& [name, tally] : tallies_) {
+        rows.push_back({{"impl", name},
+                        {"calls", tally.calls},
+                        {"faulty", tally.faulty},
+                        {"skipped", tally.skipped},
+                        {"reasons", tally.reasons}});
+      }
+      print_json({{"seed", command_.seed},
+                  {"problems", problems_},
+                  {"calls", calls_},
+                  {"failures", failures_},
+                  {"seconds", elapsed()},
+                  {"implementations", rows}});
+      return;
+    }
+    fmt::print("\n{:<24} {:>7} {:>7} {:>7}  most often because\n", "implementation", "calls",
+               "faulty", "skipped");
+    for (const auto& [name, tally] : tallies_) {
+      const auto most =
+          std::max_element(tally.reasons.begin(), tally.reasons.end(),
+                           [](const auto& a, const auto& b) { return a.second < b.second; });
+      fmt::print("{:<24} {:>7} {:>7} {:>7}  {}\n", name, tally.calls, tally.faulty, tally.skipped,
+                 most == tally.reasons.end()
+                     ? ""
+                     : fmt::format("{} ({})", printable(most->first), most->second));
+    }
+    fmt::print("\nseed {}: {} problems, {} calls, {} failures in {:.1f} s{}\n", command_.seed,
+               problems_, calls_, failures_, elapsed(),
+               device_lost_ ? "; the device cannot be used any more" : "");
+  }
+
+  const StressCommand& command_;
+  const Common& common_;
+  std::vector<Row> rows_;
+  Clock::time_point start_ = Clock::now();
+  std::map<std::string, Tally> tallies_;
+  int64_t problems_ = 0;
+  int64_t calls_ = 0;
+  int64_t failures_ = 0;
+  bool device_lost_ = false;
+};
+
+}  // namespace
+
+int stress(const StressCommand& command) {
+  Result<std::vector<Row>> rows = chosen_rows(command.common);
+  if (!rows.ok()) return fail(command.common, "", rows.status());
+  return Stress(command, std::move(*rows)).run();
+}
+
+}  // namespace kda::program

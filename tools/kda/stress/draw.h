@@ -1,0 +1,37 @@
+// Random problems over the whole space of options, from a seed and a number.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "generate.h"
+#include "guard/run.h"
+#include "kda/problem.h"
+
+namespace kda::stress {
+
+/// One problem: what is asked for, what the inputs look like and how they lie in memory. It depends
+/// on the seed and the number alone, not on machine, device or build.
+struct Draw {
+  uint64_t seed = 1;
+  int64_t number = 0;
+  /// Of the inputs. For stages q, k and beta are activated outside.
+  cases::CaseSpec spec;
+  /// The operation with every tensor that takes part.
+  Problem problem;
+  cases::Arrangement arrangement = cases::Arrangement::kContiguous;
+  bool state_in_place = false;
+  int32_t threads = 1;         ///< of the first run on the CPU
+  int32_t repeat_threads = 1;  ///< of the second
+  int copies = 1;              ///< runs at once on a GPU
+  /// A sequence that a further run fills with NaN and the like, to see that it harms no other; -1:
+  /// no such run.
+  int64_t dyed = -1;
+};
+
+Draw draw(uint64_t seed, int64_t number);
+
+/// One line: operation, family, sizes, options, tensors and arrangement.
+std::string describe(const Draw& draw);
+
+}  // namespace kda::stress

@@ -1,0 +1,17 @@
+// One sequence filled with NaN, infinities and huge numbers, whose traces the others must not show.
+#pragma once
+
+#include <string>
+
+#include "stress/judge.h"
+
+namespace kda::stress {
+
+/// The inputs with sequence `draw.dyed` overwritten: its tokens and, outside pools, its states.
+cases::TensorMap dyed_inputs(const Trial& trial);
+
+/// "" or what of another sequence, or of the padding, has other bits than without the dye.
+std::string trace_of_dye(const Trial& trial, const cases::TensorMap& plain,
+                         const cases::TensorMap& dyed);
+
+}  // namespace kda::stress
