@@ -1,12 +1,25 @@
 // cp.async: copies from global to shared memory that bypass registers (sm_80 on).
 #pragma once
 
+#include <cstdint>
+
 namespace kda::cuda {
 
 /// 16 bytes, both addresses aligned to 16.
 __device__ __forceinline__ void copy_async_16(void* shared, const void* global) {
   const auto to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+}
+
+/// The same; `shared` in the shared window.
+__device__ __forceinline__ void copy_async_16(uint32_t shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+
+/// Asks for the 128 bytes around an address in L2. A bulk prefetch takes its operands from uniform
+/// registers, so that those of different lanes are issued one by one.
+__device__ __forceinline__ void prefetch_L2(const void* global) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
 }
 
 /// Ends a group of this thread's copies.

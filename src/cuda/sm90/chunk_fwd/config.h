@@ -33,8 +33,8 @@ static_assert(Record<128>::kBytes == 29312 && Record<64>::kBytes == 16768);
 
 inline constexpr int kPrepThreads = 128;
 /// bf16: 33 KB of shared memory each, 80 registers. fp16 needs 81 KB: two blocks.
-inline constexpr int kPrepBlocksPerSm = 6;
-/// bf16: leaves 34 k registers and 125 KB of an SM to a block of `scan`.
+inline constexpr int kPrepBlocksPerSm = 5;
+/// bf16: leaves 34 k registers and 111 KB of an SM to a block of `scan`.
 inline constexpr int kPrepBlocksBesideScan = 3;
 
 /// A consumer warpgroup of `scan` holds 64 columns of V; one more warp loads.

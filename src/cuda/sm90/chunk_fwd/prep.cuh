@@ -1,345 +1,662 @@
-// prep: raw q, k, g, beta of one chunk of 32 tokens and one value head -> its record (config.h).
+// prep: raw q, k, g, beta of chunks of 32 tokens and value heads -> their records (config.h).
 //
-// Grid: one block of 128 threads for each (chunk, value head), heads fastest, so that blocks that
-// run together read neighbouring heads of the same tokens.
+// Grid: any number of blocks of 128 threads; each takes items (chunk, value head) in steps of the
+// grid. Order: the first chunks of all sequences, their heads, then the second chunks ..., of
+// packed sequences rows of the chunk table. Heads run fastest, so that blocks that run together
+// read neighbouring heads of the same tokens.
 //
-// Phases (a barrier between them):
-//   1 load    q, k into shared memory (cp.async); g, beta into registers
-//   2 decay   thread = a column pair and 32 / kSegments consecutive tokens: gate, running sum G in
-//             log2; row norms of q and k, 8 lanes a row; sums of the segments through `totals`
-//   3 tiles   the same threads: k 2^G, q 2^G, k 2^(G_end - G) to the record; the scaled tiles of
-//             scores.cuh to shared memory
-//   4 scores  q k^T and k k^T (scores.cuh)
-//   5 solve   warp 0: (I + L)^-1, 16 x 16 blocks by forward substitution, lane = column;
-//             warps 1..3: scores to the record
+// Warps: warp w has tokens 8 w .. 8 w + 7 and all columns, K / 32 neighbouring ones a lane. G' is
+// the log2 decay summed from the first token of a block of 16.
+//
+// Phases of an item (| a barrier):
+//   1 decay   the warp's q, k (cp.async) and g have been on their way since the item before; gates,
+//             running sums; norms of its 8 rows of q and k, the diagonals of two products; totals |
+//   2 tiles   k 2^G, q 2^G, k 2^(G_end - G) to the record, products of 2^G' and 2^-G' with factors
+//             of whole blocks; the scaled tiles of scores.cuh to shared memory |
+//   3 scores  q k^T to the record, k k^T to N (scores.cuh) |
+//             loads of the next item
+//   4 solve   (I + L)^-1 (solve.cuh), each warp in its turn, while the others begin the next item
 //
 // Row i never depends on a later token, not even through rounding: o of a prefix is bit for bit the
 // same whatever follows.
 //
-// Shared memory, K = 128, bf16 (fp16): q, k 2 x 8704 (52224 with their fp32 tiles); down, cross
-// 13056 (26112), later scores and L; totals, firsts 2048; norms, beta 384 = 32896 (80768) bytes.
+// A scan that runs beside reads records as they are finished: `ready` (config as PrepParams says).
+// A block clears the flags of its own items before it lets the next launch start, so that every
+// flag that the scan sees is of this run, and every block that sets one is running or done.
+//
+// Shared memory, K = 128, bf16 (fp16): q, k 17408 (52224 with their fp32 tiles); down, cross 13056
+// (26112); N 4608; totals 2048; norms, beta 512 = 37632 (85504) bytes.
 #pragma once
 
+#include "cuda/ptx/bulk_copy.cuh"
 #include "cuda/ptx/cp_async.cuh"
-#include "cuda/sm90/chunk_fwd/scores.cuh"
+#include "cuda/sm90/chunk_fwd/solve.cuh"
 #include "cuda/tile/shared_memory.cuh"
 
 namespace kda::cuda::sm90 {
 
-inline constexpr int32_t kBFloat16 = 1;  ///< values of kda::DType
-inline constexpr int32_t kFloat16 = 2;
-
-/// chunk_of for a grid's worth of chunks, without 64-bit division.
-__device__ __forceinline__ Chunk small_chunk_of(const Sequences& s, uint32_t row) {
-  if (s.cu.data) return chunk_of(s, row);
-  const auto per_row = static_cast<uint32_t>(s.chunks_per_row);
-  const uint32_t batch = row / per_row;
-  const int64_t begin = int64_t{row - batch * per_row} * kChunk;
-  const int64_t rest = s.T - begin;
-  return {batch, begin, static_cast<int32_t>(rest < kChunk ? rest : kChunk)};
-}
-
-/// Rows of q or k into shared memory; zeros from `rows` on.
-template <class Io, int K, int Stride>
-__device__ __forceinline__ void load_rows(Io (&shared)[kChunk][Stride], const Tensor& t,
-                                          const Chunk& chunk, int64_t head) {
-  constexpr int kPieces = K / 8;
-  const Io* data = static_cast<const Io*>(t.data) + token_offset(t, chunk.batch, chunk.begin, head);
-#pragma unroll
-  for (int piece = thread_index(); piece < kChunk * kPieces; piece += kPrepThreads) {
-    const int row = piece / kPieces;
-    const int column = piece % kPieces * 8;
-    if (row < chunk.rows) {
-      copy_async_16(&shared[row][column], data + row * t.stride[1] + column);
-    } else {
-      *reinterpret_cast<uint4*>(&shared[row][column]) = uint4{};
-    }
+/// The chunk, its row and the value head of a number: first chunks of all sequences first, heads
+/// fastest; rows of the chunk table for packed sequences.
+struct PrepPlace {
+  Chunk chunk;
+  uint32_t row;
+  uint32_t hv;
+};
+__device__ __forceinline__ PrepPlace place_of(const Sequences& s, uint32_t heads, uint32_t number) {
+  PrepPlace place;
+  place.row = number / heads;
+  place.hv = number - place.row * heads;
+  if (s.cu.data) {
+    place.chunk = chunk_of(s, place.row);
+    return place;
   }
+  const auto batches = static_cast<uint32_t>(s.count);
+  const uint32_t chunk = place.row / batches;
+  const uint32_t batch = place.row - chunk * batches;
+  place.row = batch * static_cast<uint32_t>(s.chunks_per_row) + chunk;
+  place.chunk.batch = batch;
+  place.chunk.begin = int64_t{chunk} * kChunk;
+  const int64_t rest = s.T - place.chunk.begin;
+  place.chunk.rows = static_cast<int32_t>(rest < kChunk ? rest : kChunk);
+  return place;
 }
 
-/// Two neighbouring elements, aligned together.
-__device__ __forceinline__ float2 load_pair(const __nv_bfloat16* p) {
-  return unpack<__nv_bfloat16>(*reinterpret_cast<const uint32_t*>(p));
-}
-__device__ __forceinline__ float2 load_pair(const __half* p) {
-  return unpack<__half>(*reinterpret_cast<const uint32_t*>(p));
-}
-__device__ __forceinline__ float2 load_pair(const float* p) {
-  return *reinterpret_cast<const float2*>(p);
+/// q, k, g, beta.
+__device__ __forceinline__ const Tensor& input_of(const PrepParams& p, int input) {
+  return input == 0 ? p.q : (input == 1 ? p.k : (input == 2 ? p.gate.g : p.beta));
 }
 
-/// Column pairs of g for this thread's tokens, as they are in memory; 0 beyond the last row.
-template <int TOKENS>
-__device__ __forceinline__ void load_gates(float2 (&z)[TOKENS], const Tensor& g, const Chunk& chunk,
-                                           int64_t hv, int first, int column) {
-  const auto load_as = [&]<class T>(const T* data) {
-    data += token_offset(g, chunk.batch, chunk.begin + first, hv) + column;
-#pragma unroll
-    for (int t = 0; t < TOKENS; ++t) {
-      z[t] = first + t < chunk.rows ? load_pair(data) : float2{0, 0};
-      data += g.stride[1];
+/// The item of a number, or the first one after it in the block's steps that has rows; rows == 0:
+/// there is none. One warp finds it for all, an input a lane.
+__device__ __forceinline__ void find_item(PrepItem& item, const PrepParams& p, uint64_t number) {
+  const int lane = this_thread() % 32;
+  const auto heads = static_cast<uint32_t>(p.heads.HV);
+  int32_t rows = 0;
+  for (; number < static_cast<uint64_t>(p.sequences.chunk_rows) * heads; number += gridDim.x) {
+    const PrepPlace at = place_of(p.sequences, heads, static_cast<uint32_t>(number));
+    rows = at.chunk.rows;
+    if (rows == 0) continue;
+    const uint32_t head = lane < 2 ? at.hv / static_cast<uint32_t>(p.heads.group) : at.hv;
+    if (lane < 4) {
+      item.offset[lane] = token_offset(input_of(p, lane), at.chunk.batch, at.chunk.begin, head);
     }
-  };
-  if (g.dtype == kBFloat16) {
-    load_as(static_cast<const __nv_bfloat16*>(g.data));
-  } else if (g.dtype == kFloat16) {
-    load_as(static_cast<const __half*>(g.data));
+    if (lane == 0) {
+      item.number = static_cast<uint32_t>(number);
+      item.hv = at.hv;
+      item.record = at.row * heads + at.hv;
+    }
+    break;
+  }
+  if (lane == 0) item.rows = rows;
+}
+
+/// Clears the flags of this block's items and lets the next launch start.
+__device__ __forceinline__ void clear_ready(const PrepParams& p) {
+  const auto heads = static_cast<uint32_t>(p.heads.HV);
+  const uint64_t count = static_cast<uint64_t>(p.sequences.chunk_rows) * heads;
+  for (uint64_t number = blockIdx.x + uint64_t{threadIdx.x} * gridDim.x; number < count;
+       number += uint64_t{kPrepThreads} * gridDim.x) {
+    const PrepPlace at = place_of(p.sequences, heads, static_cast<uint32_t>(number));
+    p.ready[at.row * heads + at.hv] = 0;
+  }
+  __threadfence();
+  __syncthreads();
+  cudaTriggerProgrammaticLaunchCompletion();
+}
+
+__device__ __forceinline__ bool is_wide(const Tensor& t) {
+  return t.dtype != kBFloat16 && t.dtype != kFloat16;
+}
+
+/// The warp's rows, of kBytes each, to shared memory; zeros from `rows` on.
+template <int kBytes>
+__device__ __forceinline__ void copy_rows(unsigned char* shared, int shared_stride,
+                                          const std::byte* from, int64_t stride, int rows) {
+  constexpr int kPieces = kBytes / 16;
+  constexpr int kAtOnce = 32 / kPieces;
+  const int lane = this_thread() % 32;
+  const int row = lane / kPieces;
+  auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared)) +
+            static_cast<uint32_t>(row * shared_stride + lane % kPieces * 16);
+  const std::byte* piece = from + row * stride + lane % kPieces * 16;
+  if (rows >= 8) {
+#pragma unroll
+    for (int i = 0; i < 8; i += kAtOnce) {
+      copy_async_16(to + static_cast<uint32_t>(i * shared_stride), piece);
+      piece += kAtOnce * stride;
+    }
   } else {
-    load_as(static_cast<const float*>(g.data));
-  }
-}
-
-/// x[t] = sum of decay(x[0..t]) over the rows that exist.
-template <int TOKENS, class Decay>
-__device__ __forceinline__ void sum_rows(float2 (&x)[TOKENS], int rows, Decay decay) {
-  float2 sum{0, 0};
-#pragma unroll
-  for (int t = 0; t < TOKENS; ++t) {
-    const float2 d = decay(x[t]);
-    if (t < rows) sum = {sum.x + d.x, sum.y + d.y};
-    x[t] = sum;
-  }
-}
-
-/// Raw gates -> the running sum of log2 decays over this thread's tokens, of which `rows` exist.
-template <int TOKENS>
-__device__ __forceinline__ void sum_gates(float2 (&G)[TOKENS], const GateParams& params, int64_t hv,
-                                          int rows, int column) {
-  if (params.kind == kGateNone) {
-    sum_rows(G, rows, [](float2 z) -> float2 { return {fast_no_gate(z.x), fast_no_gate(z.y)}; });
-    return;
-  }
-  const FastGate gate = fast_gate_of(params, hv);
-  const auto sum = [&](auto value) {
-    const float x = bias_of(params, hv, column);
-    const float y = bias_of(params, hv, column + 1);
-    sum_rows(G, rows, [&](float2 z) -> float2 {
-      return {value(gate, z.x + x), value(gate, z.y + y)};
-    });
-  };
-  with_gate(params, gate, sum);
-}
-
-/// 1 / |row| of q and k: 8 lanes a row.
-template <class Io, int K>
-__device__ __forceinline__ void norm_rows(PrepShared<Io, K>& shared, bool wanted) {
-  const int lane = thread_index() % 8;
-#pragma unroll
-  for (int pass = 0; pass < 2 * kChunk * 8 / kPrepThreads; ++pass) {
-    const int row = pass * kPrepThreads / 8 + thread_index() / 8;
-    const Io* data = row < kChunk ? shared.rows.raw_q()[row] : shared.rows.raw_k()[row - kChunk];
-    float r = 1;
-    if (wanted) {
-      float sum = 0;
-#pragma unroll
-      for (int piece = 0; piece < K / 64; ++piece) {
-        const uint4 x = *reinterpret_cast<const uint4*>(data + 64 * piece + 8 * lane);
-        for (const uint32_t pair : {x.x, x.y, x.z, x.w}) {
-          const float2 v = unpack<Io>(pair);
-          sum = fmaf(v.x, v.x, fmaf(v.y, v.y, sum));
-        }
-      }
-      for (int step = 4; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-      r = rsqrtf(sum + 1e-6f);
+    for (int i = 0; i < 8; i += kAtOnce) {
+      const bool valid = row + i < rows;
+      copy_async_16_or_zero(to + static_cast<uint32_t>(i * shared_stride), valid ? piece : from,
+                            valid);
+      piece += kAtOnce * stride;
     }
-    if (lane == 0) (row < kChunk ? shared.rq[row] : shared.rk[row - kChunk]) = r;
   }
 }
 
-__device__ __forceinline__ void load_beta(float* beta, const PrepParams& p, const Chunk& chunk,
-                                          int64_t hv) {
-  const int row = thread_index();
-  if (row >= kChunk) return;
-  float x = 0;
-  if (row < chunk.rows) {
-    x = load<float>(p.beta, token_offset(p.beta, chunk.batch, chunk.begin + row, hv));
-    if (p.beta_sigmoid) x = p.beta_factor * sigmoid(x);
+/// A row of the warp's q, k or g in memory, and its bytes.
+struct PrepRowBytes {
+  const std::byte* start;
+  uint32_t bytes;
+};
+template <int K>
+__device__ __forceinline__ PrepRowBytes bytes_of(const PrepParams& p, const PrepItem& item,
+                                                 int input, int row) {
+  const Tensor& t = input_of(p, input);
+  const uint32_t size = is_wide(t) ? 4 : 2;
+  return {static_cast<const std::byte*>(t.data) + (item.offset[input] + row * t.stride[1]) * size,
+          K * size};
+}
+
+/// 1 / |row| of the warp's rows of q and k: the diagonals of q q^T and k k^T.
+template <class Io, int K>
+__device__ __forceinline__ void norm_rows(PrepShared<Io, K>& shared, bool wanted, int first) {
+  const int lane = this_thread() % 32;
+  const int g = lane / 4;
+  float2 norm{1, 1};
+  if (wanted) {
+    float q[4] = {};
+    float k[4] = {};
+    const auto* const raw = lane / 8 % 2 == 0 ? shared.rows.raw_q() : shared.rows.raw_k();
+    const auto at =
+        static_cast<uint32_t>(__cvta_generic_to_shared(&raw[first + lane % 8][lane / 16 * 8]));
+#pragma unroll
+    for (int step = 0; step < K / 16; ++step) {
+      uint32_t row[4];  // q, k, then the same of the next 8 columns
+      ldmatrix(row, at + 32 * step);
+      const uint32_t column[4] = {row[0], row[2], row[1], row[3]};
+      if constexpr (kIsBf16<Io>) {
+        mma_bf16(q, row, column);
+        mma_bf16(k, row, column + 2);
+      } else {
+        mma_fp16(q, row, column);
+        mma_fp16(k, row, column + 2);
+      }
+    }
+    norm = {rsqrtf((g % 2 == 0 ? q[0] : q[1]) + 1e-6f), rsqrtf((g % 2 == 0 ? k[2] : k[3]) + 1e-6f)};
   }
-  beta[row] = x;
+  if (lane % 4 == g / 2) shared.norm[first + g] = norm;
 }
 
-/// Stores a column pair into a tile.
-__device__ __forceinline__ void put_pair(__nv_bfloat16* to, float2 x) {
-  *reinterpret_cast<uint32_t*>(to) = pack<__nv_bfloat16>(x.x, x.y);
+template <class T16, int PAIRS>
+__device__ __forceinline__ Words<PAIRS> pack_pairs(const float2 (&x)[PAIRS]) {
+  Words<PAIRS> words;
+#pragma unroll
+  for (int i = 0; i < PAIRS; ++i) words.word[i] = pack<T16>(x[i].x, x[i].y);
+  return words;
 }
-__device__ __forceinline__ void put_pair(float* to, float2 x) {
-  *reinterpret_cast<float2*>(to) = x;
+template <int PAIRS>
+__device__ __forceinline__ void put_pairs(__nv_bfloat16* to, const float2 (&x)[PAIRS]) {
+  *reinterpret_cast<Words<PAIRS>*>(to) = pack_pairs<__nv_bfloat16>(x);
+}
+template <int PAIRS>
+__device__ __forceinline__ void put_pairs(float* to, const float2 (&x)[PAIRS]) {
+  Words<2 * PAIRS> words;
+#pragma unroll
+  for (int i = 0; i < PAIRS; ++i) {
+    words.word[2 * i] = __float_as_uint(x[i].x);
+    words.word[2 * i + 1] = __float_as_uint(x[i].y);
+  }
+  *reinterpret_cast<Words<2 * PAIRS>*>(to) = words;
+}
+template <class T16, int PAIRS>
+__device__ __forceinline__ void load_pairs(float2 (&x)[PAIRS], const T16* row) {
+  const Words<PAIRS> words = *reinterpret_cast<const Words<PAIRS>*>(row);
+#pragma unroll
+  for (int i = 0; i < PAIRS; ++i) x[i] = unpack<T16>(words.word[i]);
+}
+template <int PAIRS>
+__device__ __forceinline__ void load_pairs(float2 (&x)[PAIRS], const float* row) {
+  const Words<2 * PAIRS> words = *reinterpret_cast<const Words<2 * PAIRS>*>(row);
+#pragma unroll
+  for (int i = 0; i < PAIRS; ++i) {
+    x[i] = {__uint_as_float(words.word[2 * i]), __uint_as_float(words.word[2 * i + 1])};
+  }
 }
 
-/// What a thread knows of its column pair beyond its own tokens.
-struct ColumnDecay {
-  float2 end;        ///< G of the chunk's last row
-  float2 reference;  ///< G of the first row of its block of 16
-  float2 next;       ///< G of row 16
+/// A log2 decay as -scale min(shape, limit): multiplied where it is summed, it costs an instruction
+/// less. bias: times bias_factor.
+template <class Kind>
+struct SummedGate {
+  static constexpr float bias_factor = 1;
+  const FastGate& gate;
+  __device__ __forceinline__ float scale() const { return 1; }
+  __device__ __forceinline__ float shape(float raw, float bias) const {
+    return -Kind::decay(gate, raw + bias);
+  }
+};
+template <>
+struct SummedGate<FastSoftplusGate> {
+  static constexpr float bias_factor = kLog2E;
+  const FastGate& gate;
+  __device__ __forceinline__ float scale() const { return gate.slope; }
+  __device__ __forceinline__ float shape(float raw, float bias) const {
+    return FastSoftplusGate::shape(fmaf(raw, kLog2E, bias));
+  }
+};
+template <>
+struct SummedGate<FastBoundedGate> {
+  static constexpr float bias_factor = 1;
+  const FastGate& gate;
+  __device__ __forceinline__ float scale() const { return kLog2E * gate.scale; }
+  __device__ __forceinline__ float shape(float raw, float bias) const {
+    return FastBoundedGate::shape(gate, raw + bias);
+  }
+};
+struct SummedNoGate {
+  static constexpr float bias_factor = 0;
+  __device__ __forceinline__ float scale() const { return kLog2E; }
+  __device__ __forceinline__ float shape(float g, float) const { return -g; }
 };
 
-__device__ __forceinline__ void store_global(uintptr_t address, uint32_t value) {
-  auto* const to = reinterpret_cast<uint32_t*>(address);
-  __builtin_assume(__isGlobal(to));
-  *to = value;
-}
-
-/// Phase 3 for one thread: tokens first .. of a column pair. Rows that do not exist hold zeros.
-template <class Io, int K, bool InFirstBlock>
-__device__ __forceinline__ void write_tiles(PrepShared<Io, K>& shared, std::byte* record,
-                                            const float2 (&G)[PrepTraits<Io, K>::kTokens],
-                                            const ColumnDecay& decay, int first, int column) {
-  using R = Record<K>;
-  constexpr int kTokens = PrepTraits<Io, K>::kTokens;
-  // Records start at multiples of 128 bytes: the swizzle is an XOR of address bits 4 to 6.
-  const int place = first * kPanelRowBytes + column % 64 * 2;
-  const auto read = reinterpret_cast<uintptr_t>(record + R::kRead + column / 64 * 8192 + place);
-  const auto update = reinterpret_cast<uintptr_t>(record + R::kUpdate + column / 64 * 4096 + place);
+/// The raw gates of the warp's rows, in place, -> the running sums of their log2 decays, of input
+/// `rows` exist. 16-bit gates lie in the second half of a row.
+template <class Io, int K, class Gate>
+__device__ __forceinline__ void sum_rows(PrepShared<Io, K>& shared, int32_t dtype, int rows,
+                                         const float* bias_row, Gate gate) {
+  constexpr int kPairs = K / 64;
+  constexpr int kAtOnce = 2;
+  constexpr int kRowBytes = PrepTraits<Io, K>::kDecayBytes;
+  const int thread = this_thread();
+  const int warp = thread / 32;
+  const int column = thread % 32 * (2 * kPairs);
+  rows -= 8 * warp;
+  const float scale = gate.scale();
+  const float limit = -kLogFloor2 / scale;
+  float2 bias[kPairs];
+  float2 sum[kPairs] = {};
+  load_pairs(bias, bias_row + column);
 #pragma unroll
-  for (int t = 0; t < kTokens; ++t) {
-    const int row = first + t;
-    const float2 q = pair_at(shared.rows.raw_q()[row], column) * shared.rq[row];
-    const float2 k = pair_at(shared.rows.raw_k()[row], column) * shared.rk[row];
-    const float2 entering = exp2_pair(G[t]);
-    const float2 leaving = exp2_pair(decay.end - G[t]);
-    // Where a thread has a whole block, its first row is at hand.
-    const float2 below = G[t] - (kTokens == kBlock ? G[0] : decay.reference);
-    const float2 up = exp2_pair(below);
-    put_pair(&shared.rows.q[row][column], q * up);
-    put_pair(&shared.rows.k[row][column], k * up);
-    put_pair(&shared.down[row][column], k * exp2_pair({-below.x, -below.y}));
-    if constexpr (InFirstBlock) {
-      put_pair(&shared.cross[row][column], k * exp2_pair(decay.next - G[t]));
+  for (float2& x : bias) x = x * Gate::bias_factor;
+  unsigned char* row = shared.rows.decay[8 * warp];
+#pragma unroll 1
+  for (int t = 0; t < 8; t += kAtOnce, row += kAtOnce * kRowBytes) {
+    float2 z[kAtOnce][kPairs];
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      const unsigned char* const from = row + u * kRowBytes;
+      if (dtype == kBFloat16) {
+        load_pairs(z[u], reinterpret_cast<const __nv_bfloat16*>(from) + K + column);
+      } else if (dtype == kFloat16) {
+        load_pairs(z[u], reinterpret_cast<const __half*>(from) + K + column);
+      } else {
+        load_pairs(z[u], reinterpret_cast<const float*>(from) + column);
+      }
     }
-    const uintptr_t swizzle = t % 8 << 4;
-    const int offset = t * kPanelRowBytes;
-    const float2 ke = k * entering;
-    const float2 qe = q * entering;
-    const float2 kg = k * leaving;
-    store_global((read ^ swizzle) + offset, pack<Io>(ke.x, ke.y));
-    store_global((read ^ swizzle) + offset + 4096, pack<Io>(qe.x, qe.y));
-    store_global((update ^ swizzle) + offset, pack<Io>(kg.x, kg.y));
-  }
-}
-
-/// Sums of whole segments before this thread's, of all, and at the rows that others refer to.
-template <class Io, int K>
-__device__ __forceinline__ ColumnDecay add_segments(const PrepShared<Io, K>& shared,
-                                                    float2 (&G)[PrepTraits<Io, K>::kTokens],
-                                                    int segment, int column) {
-  constexpr int kSegments = PrepTraits<Io, K>::kSegments;
-  constexpr int kPerBlock = kSegments / 2;
-  float2 sums[kSegments];  // G before each segment
-  float2 sum{0, 0};
+    __syncwarp();  // other lanes' gates lie where this one's sums go
 #pragma unroll
-  for (int s = 0; s < kSegments; ++s) {
-    sums[s] = sum;
-    const float2 total = pair_at(shared.totals[s], column);
-    sum = {sum.x + total.x, sum.y + total.y};
-  }
-  const auto first_of = [&](int s) -> float2 {
-    const float2 first = pair_at(shared.firsts[s], column);
-    return {sums[s].x + first.x, sums[s].y + first.y};
-  };
-  ColumnDecay decay;
-  decay.end = sum;
-  decay.next = first_of(kPerBlock);
-  decay.reference = segment < kPerBlock ? first_of(0) : decay.next;
+    for (int u = 0; u < kAtOnce; ++u) {
 #pragma unroll
-  for (int s = 0; s < kSegments; ++s) {
-    if (s != segment) continue;
-#pragma unroll
-    for (float2& x : G) x = {x.x + sums[s].x, x.y + sums[s].y};
+      for (int i = 0; i < kPairs; ++i) {
+        const float x = min_or_nan(gate.shape(z[u][i].x, bias[i].x), limit);
+        const float y = min_or_nan(gate.shape(z[u][i].y, bias[i].y), limit);
+        if (t + u < rows) sum[i] = {fmaf(-scale, x, sum[i].x), fmaf(-scale, y, sum[i].y)};
+      }
+      put_pairs(reinterpret_cast<float*>(row + u * kRowBytes) + column, sum);
+    }
   }
-  return decay;
+  put_pairs(&shared.totals[warp][column], sum);
 }
 
 template <class Io, int K>
-__global__ void __launch_bounds__(kPrepThreads, kIsBf16<Io> ? kPrepBlocksPerSm : 2)
-    sm90_chunk_fwd_prep(const __grid_constant__ PrepParams p) {
+__device__ __forceinline__ void sum_gates(PrepShared<Io, K>& shared, const GateParams& params,
+                                          const PrepItem& item, const float* bias) {
+  const int32_t dtype = params.g.dtype;
+  if (params.kind == kGateNone) {
+    sum_rows(shared, dtype, item.rows, bias, SummedNoGate{});
+    return;
+  }
+  const FastGate gate = item.gate;
+  with_gate(params, gate, [&]<class Kind>(Kind) {
+    sum_rows(shared, dtype, item.rows, bias, SummedGate<Kind>{gate});
+  });
+}
+
+/// log2 decay of a whole block in this lane's columns.
+template <class Io, int K>
+__device__ __forceinline__ void sum_block(float2 (&total)[K / 64], const PrepShared<Io, K>& shared,
+                                          int block, int column) {
+  float2 second[K / 64];
+  load_pairs(total, &shared.totals[2 * block][column]);
+  load_pairs(second, &shared.totals[2 * block + 1][column]);
+#pragma unroll
+  for (int i = 0; i < K / 64; ++i) total[i] = total[i] + second[i];
+}
+
+template <int PAIRS>
+__device__ __forceinline__ bool any_far(const float2 (&total)[PAIRS]) {
+  bool far = false;
+#pragma unroll
+  for (int i = 0; i < PAIRS; ++i) {
+    far = far || total[i].x < -kFarBlock || total[i].y < -kFarBlock;
+  }
+  return __any_sync(~0u, far) != 0;
+}
+
+/// The decay of the tokens of a warp's block that are not its own.
+template <class Io, int K>
+__device__ __forceinline__ void sum_before(float2 (&before)[K / 64],
+                                           const PrepShared<Io, K>& shared, int warp, int column) {
+#pragma unroll
+  for (float2& x : before) x = {0, 0};
+  if (warp % 2 != 0) load_pairs(before, &shared.totals[warp - 1][column]);
+}
+
+/// Phase 2 of a warp of block kOf; whether one of the blocks is far. Rows that do not exist hold
+/// zeros.
+template <class Io, int K, int kOf>
+__device__ __forceinline__ bool write_tiles(PrepShared<Io, K>& shared, uint64_t record, int warp,
+                                            int column) {
+  using R = Record<K>;
+  constexpr int kPairs = K / 64;
+  constexpr int kAtOnce = 2;
+  constexpr bool kSame = kOf == 0 && kIsBf16<Io>;  // tiles and record hold the same rows
+  float2 factor[2][kPairs];
+  bool far[2];
+#pragma unroll
+  for (int block = 0; block < 2; ++block) {
+    float2 total[kPairs];
+    sum_block(total, shared, block, column);
+    far[block] = any_far(total);
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) factor[block][i] = exp2_pair(total[i]);
+  }
+  float2 before[kPairs];
+  sum_before(before, shared, warp, column);
+  const int first = 8 * warp;
+  // Records start at multiples of 128 bytes: the swizzle is an XOR of address bits 4 to 6.
+  const auto place = static_cast<uint32_t>(first * kPanelRowBytes + column % 64 * 2);
+  uint64_t read = record + (R::kRead + column / 64 * (2 * kChunk * kPanelRowBytes)) + place;
+  uint64_t update = record + (R::kUpdate + column / 64 * (kChunk * kPanelRowBytes)) + place;
+#pragma unroll 1
+  for (int t = 0; t < 8; t += kAtOnce) {
+    float2 G[kAtOnce][kPairs];
+    float2 qs[kAtOnce][kPairs];
+    float2 ks[kAtOnce][kPairs];
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      load_pairs(G[u], shared.G(first + t + u) + column);
+      load_pairs(qs[u], &shared.rows.raw_q()[first + t + u][column]);
+      load_pairs(ks[u], &shared.rows.raw_k()[first + t + u][column]);
+    }
+    __syncwarp();  // tiles take the place of other lanes' sums
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      const int row = first + t + u;
+      const float2 norm = shared.norm[row];
+      float2(&q)[kPairs] = qs[u];
+      float2(&k)[kPairs] = ks[u];
+      float2 last[kPairs];
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        G[u][i] = G[u][i] + before[i];
+        k[i] = k[i] * norm.y;
+        last[i] = k[i] * exp2_pair(-G[u][i]);
+      }
+      put_pairs(&shared.down()[row][column], last);
+      if (far[kOf]) {  // 2^-G' may be infinite
+        sum_block(last, shared, kOf, column);
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) last[i] = k[i] * exp2_pair(last[i] - G[u][i]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) last[i] = last[i] * factor[kOf][i];
+      }
+      if constexpr (kOf == 0) {
+        put_pairs(&shared.rows.cross()[row][column], last);
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) last[i] = last[i] * factor[1][i];
+      }
+      const auto swizzle = static_cast<uint64_t>(static_cast<uint32_t>(t + u) << 4);
+      store_global((update ^ swizzle) + u * kPanelRowBytes, pack_pairs<Io>(last));
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        const float2 up = exp2_pair(G[u][i]);
+        q[i] = q[i] * norm.x * up;
+        k[i] = k[i] * up;
+      }
+      if constexpr (!kSame) {
+        put_pairs(&shared.rows.q[row][column], q);
+        put_pairs(&shared.rows.k[row][column], k);
+      }
+      if constexpr (kOf == 1) {
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) {
+          q[i] = q[i] * factor[0][i];
+          k[i] = k[i] * factor[0][i];
+        }
+      }
+      const Words<kPairs> qe = pack_pairs<Io>(q);
+      const Words<kPairs> ke = pack_pairs<Io>(k);
+      if constexpr (kSame) {
+        *reinterpret_cast<Words<kPairs>*>(&shared.rows.q[row][column]) = qe;
+        *reinterpret_cast<Words<kPairs>*>(&shared.rows.k[row][column]) = ke;
+      }
+      store_global((read ^ swizzle) + u * kPanelRowBytes, ke);
+      store_global((read ^ swizzle) + (u + kChunk) * kPanelRowBytes, qe);
+    }
+    read += kAtOnce * kPanelRowBytes;
+    update += kAtOnce * kPanelRowBytes;
+  }
+  return far[0] || far[1];
+}
+
+/// 2^G_end to the record.
+template <class Io, int K>
+__device__ __forceinline__ void write_decay(const PrepShared<Io, K>& shared, uint64_t record,
+                                            int column) {
+  float2 total[2][K / 64];
+  sum_block(total[0], shared, 0, column);
+  sum_block(total[1], shared, 1, column);
+#pragma unroll
+  for (int i = 0; i < K / 64; ++i) {
+    const float2 end = exp2_pair(total[0][i] + total[1][i]);
+    store_global(record + static_cast<uint32_t>(Record<K>::kDecay + (column + 2 * i) * 4),
+                 Words<2>{__float_as_uint(end.x), __float_as_uint(end.y)});
+  }
+}
+
+/// A block of prep on its way through the items.
+template <class Io, int K>
+struct PrepBlock {
   using Traits = PrepTraits<Io, K>;
-  auto& shared = *shared_memory<PrepShared<Io, K>>();
-  const int tid = thread_index();
-  const int column = tid % Traits::kPairs * 2;
-  const int segment = tid / Traits::kPairs;
-  const int first = segment * Traits::kTokens;
-  const auto HV = static_cast<uint32_t>(p.heads.HV);
-  const auto count = static_cast<uint32_t>(p.sequences.chunk_rows) * HV;
-  const uint32_t per_row =
-      p.sequences.cu.data ? 1 : static_cast<uint32_t>(p.sequences.chunks_per_row);
-  const uint32_t batches = static_cast<uint32_t>(p.sequences.chunk_rows) / per_row;
-  const auto record_of = [&](uint32_t item) {
-    if (p.sequences.cu.data) return item;
-    const uint32_t hv = item % HV;
-    const uint32_t row = item / HV;
-    return (row % batches * per_row + row / batches) * HV + hv;
-  };
-  if (p.ready) {
-    for (uint32_t i = tid; blockIdx.x + i * gridDim.x < count; i += kPrepThreads)
-      p.ready[record_of(blockIdx.x + i * gridDim.x)] = 0;
-    __threadfence();
-    __syncthreads();
-    cudaTriggerProgrammaticLaunchCompletion();
+  using Shared = PrepShared<Io, K>;
+  static constexpr int kPairs = Traits::kPairs;
+  static constexpr int kTokens = Traits::kTokens;
+
+  const PrepParams& p;
+  Shared& shared;
+
+  static __device__ __forceinline__ int warp() { return this_thread() / 32; }
+
+  __device__ __forceinline__ PrepItem& item(uint32_t turn) const {
+    return shared.item[turn % Shared::kItems];
   }
-  for (uint32_t item = blockIdx.x; item < count; item += gridDim.x) {
-    const int tid = thread_index();
-    const int column = tid % Traits::kPairs * 2;
-    const int segment = tid / Traits::kPairs;
-    const int first = segment * Traits::kTokens;
-    const uint32_t index = record_of(item);
-    const uint32_t hv = index % HV;
-    const uint32_t head = hv / static_cast<uint32_t>(p.heads.group);
-    const Chunk chunk = small_chunk_of(p.sequences, index / HV);
-    if (chunk.rows == 0) continue;
-    std::byte* const record = p.records + int64_t{index} * Record<K>::kBytes;
-    __syncthreads();
-    load_rows<Io, K>(shared.rows.raw_q(), p.q, chunk, head);
-    load_rows<Io, K>(shared.rows.raw_k(), p.k, chunk, head);
-    commit_copies();
-    float2 G[Traits::kTokens];
-    const auto sum_own_gates = [&] {
-      load_gates(G, p.gate.g, chunk, hv, first, column);
-      sum_gates(G, p.gate, hv, chunk.rows - first, column);
+  __device__ __forceinline__ uint64_t record_of(const PrepItem& item) const {
+    return static_cast<uint64_t>(__cvta_generic_to_global(p.records)) +
+           uint64_t{item.record} * Record<K>::kBytes;
+  }
+  /// Starts the copies of the warp's rows.
+  __device__ __forceinline__ void load(const PrepItem& item) const {
+    const int first = warp() * kTokens;
+    const int rows = item.rows - first;
+    const auto from = [&](int input) {
+      return bytes_of<K>(p, item, input, rows > 0 ? first : 0).start;
     };
-    sum_own_gates();
-    load_beta(shared.beta, p, chunk, hv);
-    *reinterpret_cast<float2*>(&shared.firsts[segment][column]) = G[0];
-    *reinterpret_cast<float2*>(&shared.totals[segment][column]) = G[Traits::kTokens - 1];
+    constexpr int kStride = Traits::kStride * 2;
+    copy_rows<2 * K>(reinterpret_cast<unsigned char*>(shared.rows.raw_q()[first]), kStride, from(0),
+                     p.q.stride[1] * 2, rows);
+    copy_rows<2 * K>(reinterpret_cast<unsigned char*>(shared.rows.raw_k()[first]), kStride, from(1),
+                     p.k.stride[1] * 2, rows);
+    load_gates(item);
+  }
+  __device__ __forceinline__ void load_gates(const PrepItem& item) const {
+    const int first = warp() * kTokens;
+    const int rows = item.rows - first;
+    const std::byte* const from = bytes_of<K>(p, item, 2, rows > 0 ? first : 0).start;
+    unsigned char* const to = shared.rows.decay[first];
+    if (is_wide(p.gate.g)) {
+      copy_rows<4 * K>(to, Traits::kDecayBytes, from, p.gate.g.stride[1] * 4, rows);
+    } else {
+      copy_rows<2 * K>(to + 2 * K, Traits::kDecayBytes, from, p.gate.g.stride[1] * 2, rows);
+    }
+    commit_copies();
+  }
+
+  /// The warp's rows to L2.
+  __device__ __forceinline__ void prefetch(const PrepItem& item) const {
+    const int thread = this_thread();
+    const int row = thread / 32 * kTokens + thread % kTokens;
+    const int input = thread % 32 / kTokens;
+    if (input == 3 || row >= item.rows) return;
+    const PrepRowBytes from = bytes_of<K>(p, item, input, row);
+    for (uint32_t i = 0; i < from.bytes; i += 128) prefetch_L2(from.start + i);
+  }
+
+  __device__ __forceinline__ float bias_of_column(const PrepItem& item) const {
+    if (p.gate.kind == kGateNone) return 0;
+    return bias_of(p.gate, item.hv, this_thread() % K);
+  }
+  __device__ __forceinline__ void put_bias(uint32_t turn, float bias) const {
+    const int column = this_thread();
+    if (column < K) shared.bias[turn % 2][column] = bias;
+  }
+
+  /// Phase 1.
+  __device__ __forceinline__ void decay(uint32_t turn) const {
+    RawElement<float> beta{};
+    if (this_thread() < kChunk && this_thread() < item(turn).rows) {
+      beta = load_raw<float>(p.beta, item(turn).offset[3] + this_thread() * p.beta.stride[1]);
+    }
+    wait_for_copies<0>();
+    __syncwarp();
+    norm_rows(shared, p.qk_l2norm, warp() * kTokens);
+    sum_gates(shared, p.gate, item(turn), shared.bias[turn % 2]);
+    const int row = this_thread();
+    if (row >= kChunk) return;
+    float x = 0;
+    if (row < item(turn).rows) {
+      x = convert<float>(beta, p.beta.dtype);
+      if (p.beta_sigmoid) x = p.beta_factor * sigmoid(x);
+    }
+    shared.beta[turn % 2][row] = x;
+  }
+
+  /// Phase 2.
+  __device__ __forceinline__ void tiles(uint32_t turn) const {
+    const int thread = this_thread();
+    const int warp = thread / 32;
+    const int column = thread % 32 * (2 * kPairs);
+    const uint64_t record = record_of(item(turn));
+    if (warp == 3) write_decay(shared, record, column);
+    const bool has_far = warp < 2 ? write_tiles<Io, K, 0>(shared, record, warp, column)
+                                  : write_tiles<Io, K, 1>(shared, record, warp, column);
+    if (this_thread() == 0) shared.has_far = has_far;
+  }
+
+  /// Rows of scores that are far, from gates that are loaded and summed once more.
+  __device__ __forceinline__ void replace_far(const PrepItem& item, uint32_t turn) const {
+    load_gates(item);
+    const int first = warp() * kTokens;
+    const int column = this_thread() % 32 * (2 * kPairs);
+    float2 before[kPairs];
+    sum_before(before, shared, warp(), column);
     wait_for_copies<0>();
     __syncthreads();
-    norm_rows(shared, p.qk_l2norm);
-    const ColumnDecay decay = add_segments(shared, G, segment, column);
-    const float2 range = decay.reference - G[Traits::kTokens - 1];  // decays only add up
-    const bool has_far = __syncthreads_or(range.x > kFarRow || range.y > kFarRow) != 0;
-    if (segment == 0) {
-      *reinterpret_cast<float2*>(record + Record<K>::kDecay + column * 4) = exp2_pair(decay.end);
-    }
-    if (first < kBlock) {
-      write_tiles<Io, K, true>(shared, record, G, decay, first, column);
-    } else {
-      write_tiles<Io, K, false>(shared, record, G, decay, first, column);
-    }
-    __syncthreads();
-    compute_scores(shared);
-    if (has_far) {
-      sum_own_gates();  // once more: kept until here, they would not fit into the registers
-      add_segments(shared, G, segment, column);
+    sum_gates(shared, p.gate, item, shared.bias[turn % 2]);
+    for (int row = first; row < first + kTokens; ++row) {
+      float2 G[kPairs];
+      load_pairs(G, shared.G(row) + column);
 #pragma unroll
-      for (int t = 0; t < Traits::kTokens; ++t) put_pair(&shared.G()[first + t][column], G[t]);
-      __syncthreads();
-      const auto rows_of = [&](const Tensor& t) {
-        return static_cast<const Io*>(t.data) + token_offset(t, chunk.batch, chunk.begin, head);
-      };
-      replace_far_rows(shared, rows_of(p.q), p.q.stride[1], rows_of(p.k), p.k.stride[1],
-                       chunk.rows);
+      for (int i = 0; i < kPairs; ++i) G[i] = G[i] + before[i];
+      put_pairs(shared.G(row) + column, G);
     }
     __syncthreads();
-    if (tid < 32) {
-      write_solve(shared, record, p.split_beta);
+    replace_far_rows(shared, shared.beta[turn % 2],
+                     p.records + uint64_t{item.record} * Record<K>::kBytes,
+                     static_cast<const Io*>(p.q.data) + item.offset[0], p.q.stride[1],
+                     static_cast<const Io*>(p.k.data) + item.offset[1], p.k.stride[1], item.rows);
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ void publish(const PrepItem& item) const {
+    __syncwarp();
+    if (this_thread() % 32 != 0) return;
+    asm volatile(
+        "fence.acq_rel.gpu;\n st.release.gpu.global.u32 [%0], 1;" ::"l"(p.ready + item.record)
+        : "memory");
+  }
+
+  __device__ __forceinline__ void put_gate(PrepItem& item) const {
+    if (item.rows == 0 || p.gate.kind == kGateNone) return;
+    const FastGate gate = fast_gate_of(p.gate, item.hv);
+    if (this_thread() % 32 == 0) item.gate = gate;
+  }
+
+  /// Finds the item after the next one.
+  __device__ __forceinline__ void find_after(uint32_t turn) const {
+    const PrepItem& next = item(turn + 1);
+    PrepItem& found = item(turn + 2);
+    if (next.rows > 0) {
+      find_item(found, p, uint64_t{next.number} + gridDim.x);
+      __syncwarp();
+      put_gate(found);
     } else {
-      write_scores(shared, record);
-    }
-    if (p.ready) {
-      __syncthreads();
-      if (tid == 0)
-        asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(p.ready + index) : "memory");
+      found.rows = 0;
     }
   }
+
+  /// Finds the first two items and starts the loads of the first one; whether there is one.
+  __device__ __forceinline__ bool start() const {
+    if (p.ready != nullptr) clear_ready(p);
+    if (warp() == 0) find_item(shared.item[0], p, blockIdx.x);
+    __syncthreads();
+    if (shared.item[0].rows == 0) return false;
+    load(shared.item[0]);
+    if (warp() == 0) {
+      put_gate(shared.item[0]);
+    } else if (warp() == 1) {
+      find_after(~0u);
+    }
+    put_bias(0, bias_of_column(shared.item[0]));
+    __syncthreads();
+    if (shared.item[1].rows > 0) put_bias(1, bias_of_column(shared.item[1]));
+    return true;
+  }
+
+  __device__ __forceinline__ void run() const {
+    if (!start()) return;
+    float bias = 0;  // of the item after the next
+    for (uint32_t turn = 0;; ++turn) {
+      decay(turn);
+      if (turn > 0) put_bias(turn + 1, bias);
+      __syncthreads();
+      tiles(turn);
+      __syncthreads();
+      compute_scores(shared, shared.beta[turn % 2], record_of(item(turn)), warp());
+      if (warp() == 3) find_after(turn);
+      __syncthreads();
+      if (shared.has_far) replace_far(item(turn), turn);
+      const bool more = item(turn + 1).rows > 0;
+      if (more) load(item(turn + 1));
+      if (item(turn + 2).rows > 0) {
+        prefetch(item(turn + 2));
+        bias = bias_of_column(item(turn + 2));
+      }
+      if (turn % Traits::kWarps == static_cast<uint32_t>(warp())) {
+        write_solve(shared, shared.beta[turn % 2], record_of(item(turn)), p.split_beta);
+        if (p.ready != nullptr) publish(item(turn));
+      }
+      if (!more) return;
+    }
+  }
+};
+
+template <class Io, int K>
+__global__ void __launch_bounds__(kPrepThreads, kIsBf16<Io> ? 6 : 2)
+    sm90_chunk_fwd_prep(const __grid_constant__ PrepParams p) {
+  PrepBlock<Io, K>{p, *shared_memory<PrepShared<Io, K>>()}.run();
 }
 
 }  // namespace kda::cuda::sm90

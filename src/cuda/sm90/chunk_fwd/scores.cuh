@@ -1,35 +1,28 @@
-// The second half of prep: scaled tiles in shared memory -> scores and the solved matrix.
+// Scores of prep: scaled tiles in shared memory -> q k^T into the record, N = -L for the solve.
 //
-// Scores are products of 16 x 16 blocks. Rows of block b are q and k times 2^(G_i - ref_b), where
-// ref_b is G of the block's first row; columns are k times 2^(ref_b - G_j): `down` in the diagonal
-// blocks, `cross` for block 1 above block 0. All factors are at most 1 but `down`, at most
-// 2^kFarRow. Rows beyond that are computed pair by pair (replace_far_rows).
+// Products of 16 x 16 blocks. With G' the log2 decay summed from the first token of a block of 16,
+// and R = G' of the whole block 0: rows of a block are q and k times 2^G'_i; columns are k times
+// 2^-G'_j in the diagonal blocks (`down`), k times 2^(R - G'_j) where block 1 reads block 0
+// (`cross`). All factors are at most 1 but those of `down`, at most 2^kFarBlock. Rows beyond that
+// are computed pair by pair (replace_far_rows).
 //
-// bf16: tiles are bf16, products m16n8k16. fp16 has not the range of 2^kFarRow: tiles are fp32,
+// bf16: tiles are bf16, products m16n8k16. fp16 has not the range of 2^kFarBlock: tiles are fp32,
 // products tf32.
 #pragma once
 
 #include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/mma_sync.cuh"
 #include "cuda/sm90/chunk_fwd/chunk_fwd.h"
-#include "cuda/sm90/chunk_fwd/config.h"
-#include "cuda/tile/fast_gate.cuh"
-#include "cuda/tile/fragment.cuh"
-#include "cuda/tile/sequence.cuh"
+#include "cuda/sm90/chunk_fwd/gates.cuh"
 
 namespace kda::cuda::sm90 {
 
-/// log2 of the largest factor. -5 a token over 15 tokens is 108.2; below 2^-126 fp32 and bf16 lose
-/// bits, and q and k need some room.
+/// log2 of the largest factor. -5 a token over 16 tokens is 115.4; k has to stay below 2^10 then.
+/// Rows near 2^-118 keep q above 2^-15: fp32 and bf16 go down to 2^-133 with fewer bits.
+inline constexpr float kFarBlock = 118;
+/// The same of `grad`, whose references are the first rows.
 inline constexpr float kFarRow = 110;
 inline constexpr int kBlock = 16;
-
-/// threadIdx.x, read anew each time: addresses made from it are not kept across items.
-__device__ __forceinline__ int thread_index() {
-  int x;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
-  return x;
-}
 inline constexpr int kScoreStride = kChunk + 4;
 
 template <class Io>
@@ -44,63 +37,81 @@ struct TileElement<false> {
   using Type = float;
 };
 
+/// A warp has 8 tokens and all columns, a lane some neighbouring column pairs.
 template <class Io, int K>
 struct PrepTraits {
   using Tile = typename TileElement<kIsBf16<Io>>::Type;
-  static constexpr int kPairs = K / 2;
-  static constexpr int kSegments = kPrepThreads / kPairs;
-  static constexpr int kTokens = kChunk / kSegments;  ///< of a thread
+  static constexpr int kWarps = kPrepThreads / 32;
+  static constexpr int kTokens = kChunk / kWarps;
+  static constexpr int kPairs = K / 64;
   // Rows 16 bytes apart modulo 128 (32 for fp32): fragment reads touch all banks.
   static constexpr int kStride = K + 8;
-  static_assert(sizeof(Io) == 2 && (K == 64 || K == 128));
+  /// Of rows that hold G' in fp32, then the tiles `down` and, if they are bf16, `cross`.
+  static constexpr int kDecayBytes = 4 * K + (kIsBf16<Io> ? 16 : 32);
+  static constexpr int kDecayStride = kDecayBytes / static_cast<int>(sizeof(Tile));
+  static_assert(sizeof(Io) == 2 && (K == 64 || K == 128) && 2 * kTokens == kBlock);
 };
 
-/// q, k as loaded; bf16 tiles replace them in place.
+/// q, k as loaded, and scaled; bf16 tiles take the place of what was loaded.
 template <class Io, int K, bool Bf16 = kIsBf16<Io>>
 struct PrepTiles {
   static constexpr int kStride = PrepTraits<Io, K>::kStride;
+  static constexpr int kDecayStride = PrepTraits<Io, K>::kDecayStride;
   alignas(16) Io q[kChunk][kStride];
   alignas(16) Io k[kChunk][kStride];
-  __device__ Io (&raw_q())[kChunk][kStride] { return q; }
-  __device__ Io (&raw_k())[kChunk][kStride] { return k; }
+  alignas(16) unsigned char decay[kChunk][PrepTraits<Io, K>::kDecayBytes];
+  __device__ Io (*raw_q())[kStride] { return q; }
+  __device__ Io (*raw_k())[kStride] { return k; }
+  __device__ Io (*cross())[kDecayStride] {
+    return reinterpret_cast<Io(*)[kDecayStride]>(&decay[0][2 * K]);
+  }
 };
 template <class Io, int K>
 struct PrepTiles<Io, K, false> {
   static constexpr int kStride = PrepTraits<Io, K>::kStride;
+  static constexpr int kDecayStride = PrepTraits<Io, K>::kDecayStride;
   alignas(16) float q[kChunk][kStride];
   alignas(16) float k[kChunk][kStride];
   alignas(16) Io loaded_q[kChunk][kStride];
   alignas(16) Io loaded_k[kChunk][kStride];
-  __device__ Io (&raw_q())[kChunk][kStride] { return loaded_q; }
-  __device__ Io (&raw_k())[kChunk][kStride] { return loaded_k; }
+  alignas(16) unsigned char decay[kChunk][PrepTraits<Io, K>::kDecayBytes];
+  alignas(16) float cross_rows[kBlock][kDecayStride];
+  __device__ Io (*raw_q())[kStride] { return loaded_q; }
+  __device__ Io (*raw_k())[kStride] { return loaded_k; }
+  __device__ float (*cross())[kDecayStride] { return cross_rows; }
+};
+
+/// What a block works on, and where it begins: offsets of the first token in elements.
+struct PrepItem {
+  int64_t offset[4];  ///< of q, k, g, beta
+  uint32_t record;
+  uint32_t hv;
+  int32_t rows;
+  uint32_t number;
+  FastGate gate;
 };
 
 template <class Io, int K>
 struct PrepShared {
   using Traits = PrepTraits<Io, K>;
   using Tile = typename Traits::Tile;
-  PrepTiles<Io, K> rows;
-  union {
-    struct {
-      alignas(16) Tile down[kChunk][Traits::kStride];
-      alignas(16) Tile cross[kBlock][Traits::kStride];
-    };
-    struct {
-      alignas(16) float scores[kChunk][kScoreStride];
-      alignas(16) float L[kChunk][kScoreStride];
-    };
-  };
-  float totals[Traits::kSegments][K];  ///< sums of the segments' decays
-  float firsts[Traits::kSegments][K];  ///< their first ones
-  float rq[kChunk];
-  float rk[kChunk];
-  float beta[kChunk];
+  /// One is being solved, one worked on, one loaded, one sought.
+  static constexpr int kItems = 4;
 
-  /// G of rows that are far, over the tiles that scores no longer need.
-  __device__ float (&G())[kChunk][Traits::kStride] {
-    static_assert(sizeof(rows) >= sizeof(float) * kChunk * Traits::kStride);
-    return reinterpret_cast<float(&)[kChunk][Traits::kStride]>(rows);
+  PrepTiles<Io, K> rows;
+  /// -beta k k^T below the diagonal: the diagonal blocks transposed. Then their inverses.
+  alignas(16) float N[kChunk][kScoreStride];
+  alignas(16) float totals[Traits::kWarps][K];  ///< sums of the warps' decays
+  alignas(16) float bias[2][K];                 ///< of the gates of this item and the next
+  float2 norm[kChunk];                          ///< 1 / |q|, 1 / |k|
+  float beta[2][kChunk];                        ///< of this item and the next
+  PrepItem item[kItems];
+  bool has_far;
+
+  __device__ Tile (*down())[Traits::kDecayStride] {
+    return reinterpret_cast<Tile(*)[Traits::kDecayStride]>(rows.decay);
   }
+  __device__ float* G(int row) { return reinterpret_cast<float*>(rows.decay[row]); }
 };
 
 /// A column pair of a row in shared memory.
@@ -112,8 +123,36 @@ __device__ __forceinline__ float2 pair_at(const float* row, int column) {
   return *reinterpret_cast<const float2*>(row + column);
 }
 
+/// Stores a column pair into a tile.
+__device__ __forceinline__ void put_pair(__nv_bfloat16* to, float2 x) {
+  *reinterpret_cast<uint32_t*>(to) = pack<__nv_bfloat16>(x.x, x.y);
+}
+__device__ __forceinline__ void put_pair(float* to, float2 x) {
+  *reinterpret_cast<float2*>(to) = x;
+}
+
+/// N words, aligned together: one access.
+template <int N>
+struct alignas(4 * N) Words {
+  uint32_t word[N];
+};
+
+/// Stores words into the record.
+__device__ __forceinline__ void store_global(uint64_t address, Words<1> x) {
+  asm volatile("st.global.b32 [%0], %1;" ::"l"(address), "r"(x.word[0]));
+}
+__device__ __forceinline__ void store_global(uint64_t address, Words<2> x) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(address), "r"(x.word[0]), "r"(x.word[1]));
+}
+__device__ __forceinline__ void store_global(uint64_t address, Words<4> x) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(x.word[0]),
+               "r"(x.word[1]), "r"(x.word[2]), "r"(x.word[3]));
+}
+
 __device__ __forceinline__ float2 exp2_pair(float2 x) { return {exp2_of(x.x), exp2_of(x.y)}; }
+__device__ __forceinline__ float2 operator+(float2 x, float2 y) { return {x.x + y.x, x.y + y.y}; }
 __device__ __forceinline__ float2 operator-(float2 x, float2 y) { return {x.x - y.x, x.y - y.y}; }
+__device__ __forceinline__ float2 operator-(float2 x) { return {-x.x, -x.y}; }
 __device__ __forceinline__ float2 operator*(float2 x, float2 y) { return {x.x * y.x, x.y * y.y}; }
 __device__ __forceinline__ float2 operator*(float2 x, float y) { return {x.x * y, x.y * y}; }
 
@@ -124,90 +163,153 @@ __device__ __forceinline__ void add_step(float (&d)[4], float2 upper, float2 low
   mma_tf32(d, a, column);
 }
 
-/// x += rows[row0 ..] columns[column0 ..]^T, 16 x 16: [columns 0..7 or 8..15][fragment].
-template <int K, int Stride>
-__device__ __forceinline__ void add_block(float (&x)[2][4], const __nv_bfloat16 (*rows)[Stride],
-                                          const __nv_bfloat16 (*columns)[Stride]) {
-  const int lane = thread_index() % 32;
-  const auto a = static_cast<uint32_t>(__cvta_generic_to_shared(&rows[lane % 16][lane / 16 * 8]));
-  const auto b = static_cast<uint32_t>(
-      __cvta_generic_to_shared(&columns[lane / 16 * 8 + lane % 8][lane / 8 % 2 * 8]));
+/// The lane's address of a 16 x 16 block for ldmatrix, as an A operand or, transposed, as a B one.
+template <class T, int Stride>
+__device__ __forceinline__ uint32_t row_fragment(const T (*rows)[Stride]) {
+  const int lane = this_thread() % 32;
+  return static_cast<uint32_t>(__cvta_generic_to_shared(&rows[lane % 16][lane / 16 * 8]));
+}
+template <class T, int Stride>
+__device__ __forceinline__ uint32_t column_fragment(const T (*rows)[Stride]) {
+  const int lane = this_thread() % 32;
+  return static_cast<uint32_t>(
+      __cvta_generic_to_shared(&rows[lane / 16 * 8 + lane % 8][lane / 8 % 2 * 8]));
+}
+
+/// q += (rows of q)(columns)^T and k likewise, 16 x 16: [columns 0..7 or 8..15][fragment].
+template <int K, bool HasQ, bool HasK, int Stride, int ColumnStride>
+__device__ __forceinline__ void add_block(float (&q)[2][4], float (&k)[2][4],
+                                          const __nv_bfloat16 (*q_rows)[Stride],
+                                          const __nv_bfloat16 (*k_rows)[Stride],
+                                          const __nv_bfloat16 (*columns)[ColumnStride]) {
+  const uint32_t at_q = row_fragment(q_rows);
+  const uint32_t at_k = row_fragment(k_rows);
+  const uint32_t at_column = column_fragment(columns);
 #pragma unroll
   for (int step = 0; step < K / 16; ++step) {
     uint32_t row[4];
     uint32_t column[4];
-    ldmatrix(row, a + 32 * step);
-    ldmatrix(column, b + 32 * step);
-    mma_bf16(x[0], row, column);
-    mma_bf16(x[1], row, column + 2);
-  }
-}
-
-/// The same in tf32. Lanes take the columns in pairs: the sum does not care for their order.
-template <int K, int Stride>
-__device__ __forceinline__ void add_block(float (&x)[2][4], const float (*rows)[Stride],
-                                          const float (*columns)[Stride]) {
-  const int lane = thread_index() % 32;
-#pragma unroll 4
-  for (int step = 0; step < K / 8; ++step) {
-    const int c = 8 * step + 2 * (lane % 4);
-    const float2 upper = pair_at(rows[lane / 4], c);
-    const float2 lower = pair_at(rows[lane / 4 + 8], c);
-    add_step(x[0], upper, lower, pair_at(columns[lane / 4], c));
-    add_step(x[1], upper, lower, pair_at(columns[lane / 4 + 8], c));
-  }
-}
-
-/// A block's accumulators to `scores` (diagonal kept) or `L` (beta applied, diagonal left out).
-template <class Io, int K>
-__device__ __forceinline__ void put_scores(PrepShared<Io, K>& shared, const float (&x)[2][4],
-                                           bool is_L, int row0, int column0) {
-  const int lane = thread_index() % 32;
-#pragma unroll
-  for (int e = 0; e < 8; e += 2) {
-    const int i = row0 + lane / 4 + e % 4 / 2 * 8;
-    const int j = column0 + e / 4 * 8 + lane % 4 * 2;
-    const float left = x[e / 4][e % 4];
-    const float right = x[e / 4][e % 4 + 1];
-    if (is_L) {
-      const float beta = shared.beta[i];
-      *reinterpret_cast<float2*>(&shared.L[i][j]) = {j < i ? left * beta : 0,
-                                                     j + 1 < i ? right * beta : 0};
-    } else {
-      *reinterpret_cast<float2*>(&shared.scores[i][j]) = {j <= i ? left : 0,
-                                                          j + 1 <= i ? right : 0};
+    ldmatrix(column, at_column + 32 * step);
+    if constexpr (HasQ) {
+      ldmatrix(row, at_q + 32 * step);
+      mma_bf16(q[0], row, column);
+      mma_bf16(q[1], row, column + 2);
+    }
+    if constexpr (HasK) {
+      ldmatrix(row, at_k + 32 * step);
+      mma_bf16(k[0], row, column);
+      mma_bf16(k[1], row, column + 2);
     }
   }
 }
 
-/// Phase 4: warps 0, 1 the diagonal blocks of q k^T and k k^T, warps 2, 3 the block below of each.
+/// The same in tf32. Lanes take the columns in pairs: the sum does not care for their order.
+template <int K, bool HasQ, bool HasK, int Stride, int ColumnStride>
+__device__ __forceinline__ void add_block(float (&q)[2][4], float (&k)[2][4],
+                                          const float (*q_rows)[Stride],
+                                          const float (*k_rows)[Stride],
+                                          const float (*columns)[ColumnStride]) {
+  const int lane = this_thread() % 32;
+  const auto add = [&](float(&x)[2][4], const float(*rows)[Stride]) {
+#pragma unroll 4
+    for (int step = 0; step < K / 8; ++step) {
+      const int c = 8 * step + 2 * (lane % 4);
+      const float2 upper = pair_at(rows[lane / 4], c);
+      const float2 lower = pair_at(rows[lane / 4 + 8], c);
+      add_step(x[0], upper, lower, pair_at(columns[lane / 4], c));
+      add_step(x[1], upper, lower, pair_at(columns[lane / 4 + 8], c));
+    }
+  };
+  if constexpr (HasQ) add(q, q_rows);
+  if constexpr (HasK) add(k, k_rows);
+}
+
+/// Where this lane's pair of the fragment of rows 8 i .. and columns 8 j .. lies in a SquareTile
+/// that starts at a multiple of 64 bytes.
+struct SquareFragments {
+  uint64_t start;
+
+  __device__ __forceinline__ explicit SquareFragments(uint64_t tile) {
+    const int lane = this_thread() % 32;
+    start = tile + static_cast<uint32_t>(square_offset(lane / 4, lane % 4 * 2));
+  }
+  __device__ __forceinline__ uint64_t at(int i, int j) const {
+    return (start ^ static_cast<uint64_t>(j << 4)) + static_cast<uint64_t>(i * 8 * 64);
+  }
+};
+
+/// A block of q k^T to the record; `diagonal`: what lies above the diagonal is zero.
 template <class Io, int K>
-__device__ __forceinline__ void compute_scores(PrepShared<Io, K>& shared) {
-  const int warp = thread_index() / 32;
-  const int row0 = warp == 0 ? 0 : kBlock;
+__device__ __forceinline__ void put_scores(uint64_t record, const float (&x)[2][4], int row0,
+                                           int column0, bool diagonal) {
+  const int lane = this_thread() % 32;
+  const SquareFragments fragments(record + Record<K>::kScores);
+#pragma unroll
+  for (int e = 0; e < 8; e += 2) {
+    const int i = lane / 4 + e % 4 / 2 * 8;
+    const int j = e / 4 * 8 + lane % 4 * 2;
+    const float left = !diagonal || j <= i ? x[e / 4][e % 4] : 0;
+    const float right = !diagonal || j + 1 <= i ? x[e / 4][e % 4 + 1] : 0;
+    store_global(fragments.at(row0 / 8 + e % 4 / 2, column0 / 8 + e / 4),
+                 Words<1>{pack<Io>(left, right)});
+  }
+}
+
+/// A block of k k^T to N.
+template <class Io, int K>
+__device__ __forceinline__ void put_N(PrepShared<Io, K>& shared, const float* beta,
+                                      const float (&x)[2][4], int row0, int column0,
+                                      bool diagonal) {
+  const int lane = this_thread() % 32;
+#pragma unroll
+  for (int e = 0; e < 8; e += 2) {
+    const int i = lane / 4 + e % 4 / 2 * 8;
+    const int j = e / 4 * 8 + lane % 4 * 2;
+    const float factor = -beta[row0 + i];
+    const float left = x[e / 4][e % 4] * factor;
+    const float right = x[e / 4][e % 4 + 1] * factor;
+    if (diagonal) {
+      shared.N[row0 + j][row0 + i] = left;  // the solve reads below the diagonal alone
+      shared.N[row0 + j + 1][row0 + i] = right;
+    } else {
+      *reinterpret_cast<float2*>(&shared.N[row0 + i][column0 + j]) = {left, right};
+    }
+  }
+}
+
+/// Warps 0, 1: the diagonal blocks of q k^T and k k^T; warps 2, 3: the block below of each, and
+/// zeros above.
+template <class Io, int K>
+__device__ __forceinline__ void compute_scores(PrepShared<Io, K>& shared, const float* beta,
+                                               uint64_t record, int warp) {
   float q[2][4] = {};
   float k[2][4] = {};
   if (warp < 2) {
-    add_block<K>(q, shared.rows.q + row0, shared.down + row0);
-    add_block<K>(k, shared.rows.k + row0, shared.down + row0);
+    const int row0 = warp * kBlock;
+    add_block<K, true, true>(q, k, shared.rows.q + row0, shared.rows.k + row0,
+                             shared.down() + row0);
+    put_scores<Io, K>(record, q, row0, row0, true);
+    put_N(shared, beta, k, row0, row0, true);
   } else if (warp == 2) {
-    add_block<K>(q, shared.rows.q + row0, shared.cross);
+    add_block<K, true, false>(q, k, shared.rows.q + kBlock, shared.rows.k, shared.rows.cross());
+    put_scores<Io, K>(record, q, kBlock, 0, false);
   } else {
-    add_block<K>(k, shared.rows.k + row0, shared.cross);
+    add_block<K, false, true>(q, k, shared.rows.q, shared.rows.k + kBlock, shared.rows.cross());
+    put_N(shared, beta, k, kBlock, 0, false);
+    const int lane = this_thread() % 32;
+    const int offset = square_offset(lane / 2, kBlock + lane % 2 * 8);
+    store_global(record + static_cast<uint32_t>(Record<K>::kScores + offset), Words<4>{});
+    store_global(record + static_cast<uint32_t>(Record<K>::kSolve + offset), Words<4>{});
   }
-  __syncthreads();  // the tiles have been read
-  const int column0 = warp < 2 ? row0 : 0;
-  if (warp != 3) put_scores(shared, q, false, row0, column0);
-  if (warp != 2) put_scores(shared, k, true, row0, column0);
 }
 
-/// Entries (row, column) of q k^T and k k^T as exact pairwise sums, in every lane.
+/// Entries (i, j) of q k^T and k k^T as exact pairwise sums, in every lane.
 template <class Io, int K>
 __device__ float2 pair_scores(PrepShared<Io, K>& shared, const Io* q, const Io* k, const Io* column,
                               int i, int j) {
   float2 sum{0, 0};
-  for (int c = 2 * (thread_index() % 32); c < K; c += 64) {
-    const float2 decay = exp2_pair(pair_at(shared.G()[i], c) - pair_at(shared.G()[j], c));
+  for (int c = 2 * (this_thread() % 32); c < K; c += 64) {
+    const float2 decay = exp2_pair(pair_at(shared.G(i), c) - pair_at(shared.G(j), c));
     const float2 y = pair_at(column, c) * decay;
     const float2 x = pair_at(q, c) * y;
     const float2 z = pair_at(k, c) * y;
@@ -218,122 +320,30 @@ __device__ float2 pair_scores(PrepShared<Io, K>& shared, const Io* q, const Io* 
     sum.x += __shfl_xor_sync(~0u, sum.x, step);
     sum.y += __shfl_xor_sync(~0u, sum.y, step);
   }
-  return {sum.x * shared.rq[i] * shared.rk[j], sum.y * shared.rk[i] * shared.rk[j]};
+  return {sum.x * shared.norm[i].x * shared.norm[j].y, sum.y * shared.norm[i].y * shared.norm[j].y};
 }
 
-/// Rows whose factor in their diagonal block is beyond kFarRow, one warp a row; of those that do
+/// Rows whose factor in their diagonal block is beyond kFarBlock, one warp a row; of those that do
 /// not exist 0 times that factor. q, k: the chunk's first rows in memory.
 template <class Io, int K>
-__device__ void replace_far_rows(PrepShared<Io, K>& shared, const Io* q, int64_t q_stride,
-                                 const Io* k, int64_t k_stride, int rows) {
-  const int lane = thread_index() % 32;
-  for (int i = thread_index() / 32; i < kChunk; i += kPrepThreads / 32) {
-    const int first = i / kBlock * kBlock;
+__device__ void replace_far_rows(PrepShared<Io, K>& shared, const float* beta, std::byte* record,
+                                 const Io* q, int64_t q_stride, const Io* k, int64_t k_stride,
+                                 int rows) {
+  const int lane = this_thread() % 32;
+  for (int i = this_thread() / 32; i < kChunk; i += kPrepThreads / 32) {
     bool far = false;
-    for (int c = lane; c < K; c += 32) {
-      far = far || shared.G()[first][c] - shared.G()[i][c] > kFarRow;
-    }
+    for (int c = lane; c < K; c += 32) far = far || shared.G(i)[c] < -kFarBlock;
     if (!__any_sync(~0u, far)) continue;
-    for (int j = first; j <= i; ++j) {
+    for (int j = i / kBlock * kBlock; j <= i; ++j) {
       float2 entry{0, 0};
       if (i < rows) {
         entry = pair_scores(shared, q + i * q_stride, k + i * k_stride, k + j * k_stride, i, j);
       }
       if (lane != 0) continue;
-      shared.scores[i][j] = entry.x;
-      if (j < i) shared.L[i][j] = entry.y * shared.beta[i];
+      *reinterpret_cast<Io*>(record + Record<K>::kScores + square_offset(i, j)) =
+          from_real<Io>(entry.x);
+      if (j < i) shared.N[j][i] = -entry.y * beta[i];
     }
-  }
-}
-
-/// Inverts the two diagonal blocks of I + L by fp32 forward substitution, which has no range to
-/// exceed, and leaves them in L. Lane j owns column j % 16 of block j / 16.
-__device__ __forceinline__ void invert_blocks(float (&L)[kChunk][kScoreStride]) {
-  const int lane = thread_index() % 32;
-  const int first = lane / 16 * 16;
-  float x[16];
-#pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    float sum[2] = {};
-#pragma unroll
-    for (int m = 0; m < i; ++m) sum[m % 2] = fmaf(L[first + i][first + m], x[m], sum[m % 2]);
-    x[i] = (i == lane % 16 ? 1.f : 0.f) - (sum[0] + sum[1]);
-    if (i < lane % 16) x[i] = 0;
-  }
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < 16; ++i) L[first + i][lane] = x[i];
-  __syncwarp();
-}
-
-/// d = a b for 16 x 16 blocks; A(i, c): the column pair c of row i, B(c, j): rows c, c + 1.
-template <class A, class B>
-__device__ __forceinline__ void multiply_blocks(float (&d)[2][4], A a, B b) {
-#pragma unroll
-  for (int step = 0; step < 2; ++step) {
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      const float2 upper = a(step, 0);
-      const float2 lower = a(step, 1);
-      add_step(d[n], upper, lower, b(step, n));
-    }
-  }
-}
-
-/// (I + L)^-1, with diag(beta) unless that is split: the block below the diagonal is -T22 L21 T11.
-template <class Io, int K>
-__device__ __forceinline__ void write_solve(PrepShared<Io, K>& shared, std::byte* record,
-                                            bool split_beta) {
-  auto& L = shared.L;
-  invert_blocks(L);
-  const int lane = thread_index() % 32;
-  if (split_beta) {
-    reinterpret_cast<float*>(record + Record<K>::kBeta)[lane] = shared.beta[lane];
-  }
-  const int g = lane / 4;
-  const int c = 2 * (lane % 4);
-  float z[2][4] = {};
-  multiply_blocks(
-      z, [&](int step, int half) { return pair_at(L[16 + 8 * half + g], 16 + 8 * step + c); },
-      [&](int step, int n) -> float2 {
-        return {L[16 + 8 * step + c][8 * n + g], L[17 + 8 * step + c][8 * n + g]};
-      });
-  float x[2][4] = {};
-  multiply_blocks(
-      x,
-      [&](int step, int half) -> float2 {
-        return {z[step][2 * half], z[step][2 * half + 1]};
-      },
-      [&](int step, int n) -> float2 {
-        return {L[8 * step + c][8 * n + g], L[8 * step + c + 1][8 * n + g]};
-      });
-  std::byte* const solve = record + Record<K>::kSolve;
-#pragma unroll
-  for (int e = 0; e < 16; ++e) {  // 16 fragments of 8 rows x 8 columns
-    const int row = e / 4 * 8 + g;
-    const int column = e % 4 * 8 + c;
-    const float2 beta = split_beta ? float2{1, 1} : pair_at(shared.beta, column);
-    float2 y{0, 0};
-    if (e / 8 == e % 4 / 2) {
-      y = pair_at(L[row], column);
-    } else if (e >= 8) {
-      const float* const block = x[e % 4] + e / 4 % 2 * 2;
-      y = {-block[0], -block[1]};
-    }
-    *reinterpret_cast<uint32_t*>(solve + square_offset(row, column)) =
-        pack<Io>(y.x * beta.x, y.y * beta.y);
-  }
-}
-
-template <class Io, int K>
-__device__ __forceinline__ void write_scores(const PrepShared<Io, K>& shared, std::byte* record) {
-  for (int pair = thread_index() - 32; pair < kChunk * kChunk / 2; pair += 96) {
-    const int i = pair / (kChunk / 2);
-    const int j = pair % (kChunk / 2) * 2;
-    const bool above = i < kBlock && j >= kBlock;  // never computed
-    const float2 x = above ? float2{0, 0} : pair_at(shared.scores[i], j);
-    *reinterpret_cast<uint32_t*>(record + Record<K>::kScores + square_offset(i, j)) =
-        pack<Io>(x.x, x.y);
   }
 }
 
