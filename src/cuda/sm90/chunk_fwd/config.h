@@ -42,7 +42,8 @@ inline constexpr int kGroupColumns = 64;
 inline constexpr int kMostGroups = 2;
 inline constexpr int kMostStages = 4;
 constexpr int scan_threads(int groups) { return groups * 128 + 32; }
-inline constexpr int kScanRegisters = 168;  ///< what the consumers need
+inline constexpr int kScanRegisters =
+    208;  ///< at most; beside three blocks of `prep` 217 would fit
 
 /// Shared memory of a stage: a record, then 32 rows x 128 bytes of v for each warpgroup.
 template <int K>
