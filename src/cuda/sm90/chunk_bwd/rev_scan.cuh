@@ -36,10 +36,10 @@ struct ReverseConsumer : ForwardConsumer<IoType, HeadSize, Walk::kReverse> {
     }
   }
 
-  /// factor: the decay of chunk c, and afterwards of the one before. `to`: o_of(c).
-  __device__ __forceinline__ void chunk(float (&state)[kState], float2 (&factor)[kState / 4],
-                                        int32_t c, const StagePosition& position,
-                                        const StagePosition& next, Io* to) const {
+  /// The stage of chunk c is full; afterwards that of the next one is. `to`: o_of(c).
+  __device__ __forceinline__ void chunk(float (&state)[kState], int32_t c,
+                                        const StagePosition& position, const StagePosition& next,
+                                        Io* to) const {
     const unsigned char* const record = this->memory.record(position.stage);
     const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(record));
     const PanelTile<2 * kChunk> ke{address + Record<K>::kRead};
@@ -57,6 +57,8 @@ struct ReverseConsumer : ForwardConsumer<IoType, HeadSize, Walk::kReverse> {
     wgmma_rs<Io, Major::kOuter>(X, grad_o, P.rows(0), true);
     wgmma_rs<Io, Major::kOuter>(X, grad_o + 4, P.rows(1), true);
     wgmma_commit();
+    float2 factor[kState / 4];
+    this->load_decay(factor, position);
     Base::template older_products_are_over<1>();
     this->decay(state, factor);
     wgmma_wait<0>();
@@ -89,7 +91,6 @@ struct ReverseConsumer : ForwardConsumer<IoType, HeadSize, Walk::kReverse> {
     this->store_o(R, c, to);
     if (c > 0) {
       this->wait_for_stage(next);
-      this->load_decay(factor, next);
     }
     wgmma_wait<0>();
     this->release(position);
@@ -105,16 +106,12 @@ struct ReverseConsumer : ForwardConsumer<IoType, HeadSize, Walk::kReverse> {
     for (int i = 0; i < kState; ++i) state[i] *= inverse;
     const int32_t last = this->work.chunks - 1;
     StagePosition position;
-    float2 factor[kState / 4];
-    if (last >= 0) {
-      this->wait_for_stage(position);
-      this->load_decay(factor, position);
-    }
+    if (last >= 0) this->wait_for_stage(position);
     Io* to = this->o_of(last);
     for (int32_t c = last; c >= 0; --c) {
       StagePosition next = position;
       next.advance(this->memory.stages);
-      chunk(state, factor, c, position, next, to);
+      chunk(state, c, position, next, to);
       position = next;
       to -= kChunk * this->p.o.stride[1];
     }

@@ -34,16 +34,16 @@ static_assert(Record<128>::kBytes == 29312 && Record<64>::kBytes == 16768);
 inline constexpr int kPrepThreads = 128;
 /// bf16: 33 KB of shared memory each, 80 registers. fp16 needs 81 KB: two blocks.
 inline constexpr int kPrepBlocksPerSm = 5;
-/// bf16: leaves 34 k registers and 111 KB of an SM to a block of `scan`.
-inline constexpr int kPrepBlocksBesideScan = 3;
+/// bf16: leaves 44 k registers and 140 KB of an SM to a block of `scan`.
+inline constexpr int kPrepBlocksBesideScan = 2;
 
 /// A consumer warpgroup of `scan` holds 64 columns of V; one more warp loads.
 inline constexpr int kGroupColumns = 64;
 inline constexpr int kMostGroups = 2;
 inline constexpr int kMostStages = 4;
 constexpr int scan_threads(int groups) { return groups * 128 + 32; }
-inline constexpr int kScanRegisters =
-    208;  ///< at most; beside three blocks of `prep` 217 would fit
+/// At most. A quarter of an SM holds 16384 registers: of two warps of a scan, one of each `prep`.
+inline constexpr int kScanRegisters = 176;
 
 /// Shared memory of a stage: a record, then 32 rows x 128 bytes of v for each warpgroup.
 template <int K>
@@ -59,7 +59,7 @@ struct ScanShape {
 template <int K>
 constexpr int scan_shared_bytes(ScanShape shape, bool has_h) {
   const int stage = kStageRecordBytes<K> + shape.groups * kTokenPanelBytes;
-  const int staging = shape.groups * (2 * kTokenPanelBytes + (has_h ? K * kGroupColumns * 2 : 0));
+  const int staging = shape.groups * (kTokenPanelBytes + (has_h ? K * kGroupColumns * 2 : 0));
   return shape.stages * stage + staging;
 }
 /// Blocks of 64 columns while each of them finds an SM; heads: those of all sequences. They then

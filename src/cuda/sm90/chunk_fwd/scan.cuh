@@ -64,9 +64,8 @@ struct ForwardMemory {
   __device__ __forceinline__ unsigned char* v(int stage, int group) const {
     return record(stage) + kStageRecordBytes<K> + group * kTokenPanelBytes;
   }
-  /// Two buffers, so that one barrier a chunk orders writing and reading.
   __device__ __forceinline__ unsigned char* o(int group) const {
-    return base + stages * stage_bytes() + group * 2 * kTokenPanelBytes;
+    return base + stages * stage_bytes() + group * kTokenPanelBytes;
   }
   __device__ __forceinline__ unsigned char* h(int group) const {
     return o(groups) + group * (K * kGroupColumns * 2);
@@ -399,10 +398,10 @@ struct ForwardConsumer {
     }
   }
 
-  /// factor: the decay of chunk c, and afterwards of the one that follows. `to`: o_of(c).
-  __device__ __forceinline__ void chunk(float (&state)[kState], float2 (&factor)[kState / 4],
-                                        int32_t c, const StagePosition& position,
-                                        const StagePosition& next, Io* to) const {
+  /// The stage of chunk c is full; afterwards that of the next one is. `to`: o_of(c).
+  __device__ __forceinline__ void chunk(float (&state)[kState], int32_t c,
+                                        const StagePosition& position, const StagePosition& next,
+                                        Io* to) const {
     const unsigned char* const record = memory.record(position.stage);
     const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(record));
     const PanelTile<2 * kChunk> ke{address + Record<K>::kRead};
@@ -417,6 +416,8 @@ struct ForwardConsumer {
     [[maybe_unused]] float O[16];
     multiply_packed(Z, h, state, ke);
     wgmma_commit();
+    float2 factor[kState / 4];
+    load_decay(factor, position);
     older_products_are_over<1>();
     decay(state, factor);
     uint32_t v[8];
@@ -470,7 +471,6 @@ struct ForwardConsumer {
     store_h(h, c);
     if (c + 1 < work.chunks) {
       wait_for_stage(next);
-      load_decay(factor, next);
     }
     wgmma_wait<0>();
     release(position);
@@ -480,16 +480,12 @@ struct ForwardConsumer {
     float state[kState];
     load_state(state);
     StagePosition position;
-    float2 factor[kState / 4];
-    if (work.chunks > 0) {
-      wait_for_stage(position);
-      load_decay(factor, position);
-    }
+    if (work.chunks > 0) wait_for_stage(position);
     Io* to = o_of(0);
     for (int32_t c = 0; c < work.chunks; ++c) {
       StagePosition next = position;
       next.advance(memory.stages);
-      chunk(state, factor, c, position, next, to);
+      chunk(state, c, position, next, to);
       position = next;
       to += kChunk * p.o.stride[1];
     }
