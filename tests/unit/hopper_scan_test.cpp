@@ -8,8 +8,9 @@ namespace {
 
 constexpr int32_t kSms = 132;
 constexpr int kSharedBytes = 228 * 1024;  ///< of an SM; each block takes 1 KB more than it asks for
-constexpr int kRegisters = 65536;
-constexpr int kPrepBytes = 37 * 1024;
+constexpr int kQuarterRegisters = 16384;  ///< of the four parts of an SM
+constexpr int kWarp = 32;
+constexpr int kPrepBytes = 42 * 1024;
 constexpr int kPrepRegisters = 80;
 
 ScanShape shape_of(int64_t heads, int64_t V) {
@@ -35,9 +36,10 @@ TEST(HopperScan, RunsBesidePrepWhereItsBlocksLeaveSmsIdle) {
 TEST(HopperScan, FindsRoomBesidePrep) {
   for (const bool has_h : {false, true}) {
     const ScanShape shape = scan_shape(16, 128, kSms, true, has_h);
-    EXPECT_LE(scan_threads(shape.groups) * kScanRegisters +
-                  kPrepBlocksBesideScan * kPrepThreads * kPrepRegisters,
-              kRegisters);
+    // Each quarter runs a consumer warp, one of them the loading warp too.
+    EXPECT_LE((shape.groups + 1) * kWarp * kScanRegisters +
+                  kPrepBlocksBesideScan * kPrepThreads / 4 * kPrepRegisters,
+              kQuarterRegisters);
     EXPECT_LE(
         scan_shared_bytes<128>(shape, has_h) + 2048 + kPrepBlocksBesideScan * (kPrepBytes + 1024),
         kSharedBytes);
