@@ -1,6 +1,7 @@
 // The problems that `kda stress` draws, and that its judge sees what is wrong.
 #include <limits>
 #include <map>
+#include <optional>
 #include <set>
 #include <stdexcept>
 #include <string>
@@ -12,6 +13,7 @@
 #include "stress/dye.h"
 #include "stress/inputs.h"
 #include "stress/judge.h"
+#include "stress/wrong_list.h"
 
 namespace kda::stress {
 namespace {
@@ -78,9 +80,11 @@ TEST(StressDraw, EveryProblemIsValidAndEveryKindOccurs) {
     seen["no token"] += d.problem.sizes.T == 0;
     seen["grouped"] += d.problem.sizes.HV > d.problem.sizes.H;
     seen["dyed"] += d.dyed >= 0;
+    seen["wrong list"] += d.wrong_list;
+    seen["stride 0"] += !d.repeated.empty();
   }
-  // Operations, families, dtypes of q, gates, arrangements, tensors and the five above.
-  EXPECT_EQ(seen.size(), kOperationCount + cases::kFamilies.size() + 4 + 3 + 5 + kTensorCount + 5);
+  // Operations, families, dtypes of q, gates, arrangements, tensors and the seven above.
+  EXPECT_EQ(seen.size(), kOperationCount + cases::kFamilies.size() + 4 + 3 + 5 + kTensorCount + 7);
   for (const auto& [kind, count] : seen) EXPECT_GE(count, 15) << kind;
 }
 
@@ -174,6 +178,45 @@ TEST(StressJudge, SeesTokensThatShouldNotHaveRun) {
     outputs.at(kO).set(((b + 1) * s.T - 1) * s.HV * s.V, 1e-7);
     EXPECT_EQ(faulty(trial, outputs), Names{"o"});
   }
+}
+
+TEST(StressInputs, RepeatThemselvesWhereTheStrideIsZero) {
+  const Draw d = first([](const Draw& found) {
+    return !found.repeated.empty() && found.repeated[0].first == kQ &&
+           found.repeated[0].second == 1 && found.problem.sizes.T > 2;
+  });
+  const cases::Case c = inputs_of(d).value();
+  const HostTensor& q = *c.input(kQ);
+  const Sizes& s = d.problem.sizes;
+  for (int64_t i = 0; i < q.count(); ++i) {
+    const int64_t row = s.H * s.K;
+    ASSERT_EQ(q.get(i), q.get(i / (s.T * row) * s.T * row + i % row)) << i;
+  }
+}
+
+TEST(StressWrongList, HasOneEntryOutOfRangeWhichTheCpuRefuses) {
+  int tried = 0;
+  for (int64_t number = 0; number < 200; ++number) {
+    const Draw d = draw(12, number);
+    if (!d.wrong_list) continue;
+    const Trial trial = prepare(d, false).value();
+    const std::optional<WrongList> wrong = with_wrong_list(trial);
+    if (!wrong) continue;
+    const HostTensor& list = wrong->inputs.at(wrong->id);
+    int changed = 0;
+    for (int64_t i = 0; i < list.count(); ++i) {
+      changed += list.get_int(i) != trial.inputs.input(wrong->id)->get_int(i);
+    }
+    EXPECT_EQ(changed, 1) << describe(d);
+    cases::Conditions conditions;
+    conditions.options.implementation = "reference";
+    conditions.state_in_place = d.state_in_place;
+    const Status status = run_guarded(d.problem, wrong->inputs, conditions).status();
+    EXPECT_EQ(status.code(), StatusCode::kInvalidArgument) << describe(d);
+    EXPECT_EQ(status.message().rfind(name_of(wrong->id), 0), 0U) << status.message();
+    ++tried;
+  }
+  EXPECT_GT(tried, 10);
 }
 
 TEST(StressDye, StaysInItsSequenceAndIsSeenInOthers) {

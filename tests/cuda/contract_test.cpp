@@ -103,6 +103,48 @@ TEST(CudaReports, PAGED_01_PAGED_02_PAGED_03_IndicesOutsideThePoolAreSkipped) {
   }
 }
 
+/// Row `index` of dimension 0.
+HostTensor row_of(const HostTensor& t, int64_t index) {
+  HostTensor part(t.dtype, t.shape);
+  part.shape[0] = 1;
+  const auto row = static_cast<std::ptrdiff_t>(t.bytes.size()) / t.shape[0];
+  part.bytes.assign(t.bytes.begin() + row * index, t.bytes.begin() + row * (index + 1));
+  return part;
+}
+
+// Many sequences make the scans take wider blocks.
+TEST(CudaContract, RowsOfALargeBatchHaveTheBitsOfRowsAlone) {
+  KDA_NEEDS_GPU();
+  for (const int64_t K : {40, 128}) {
+    CaseSpec spec = packed_spec({});
+    spec.cu_seqlens = {};
+    spec.sizes = {66, 70, 1, 2, K, 100, 0, 0};
+    const Case c = cases::generate(spec);
+    for (const Operation operation : {Operation::kChunkForward, Operation::kChunkBackward}) {
+      const auto problem_for = [&](const Case& of) {
+        return operation == Operation::kChunkForward ? forward_problem(of) : backward_problem(of);
+      };
+      DeviceCase all(problem_for(c), c.inputs);
+      all.run();
+      const TensorMap together = all.outputs();
+      for (const int64_t row : {0, 65}) {
+        Case alone = c;
+        alone.forward.sizes.B = 1;
+        for (auto& [id, tensor] : alone.inputs) {
+          if (id != kALog && id != kDtBias) tensor = row_of(tensor, row);
+        }
+        alone.forward = forward_problem(alone);
+        DeviceCase one(problem_for(alone), alone.inputs);
+        one.run();
+        for (const auto& [id, tensor] : one.outputs()) {
+          if (id == kDALog || id == kDdtBias) continue;  // sums over the batch
+          EXPECT_EQ(row_of(together.at(id), row).bytes, tensor.bytes) << name_of(id) << " " << row;
+        }
+      }
+    }
+  }
+}
+
 TEST(CudaContract, ThreadsShareAPlan) {
   KDA_NEEDS_GPU();
   const Case c = cases::generate(packed_spec({0, 65, 65, 193, 300}));

@@ -13,12 +13,13 @@
 #include <gtest/gtest.h>
 
 #include "cuda/device_case.h"
-#include "cuda/sm90/chunk_bwd/instances/grad_instances.h"
+#include "cuda/sm90/chunk_bwd/grad.h"
 
 namespace kda::cuda::sm90 {
 namespace {
 
 constexpr int kTokens = 32;
+constexpr int kBlocks = 2;  ///< so that a block has several chunks
 using Values = std::vector<double>;
 
 struct Shape {
@@ -129,15 +130,9 @@ class Gradient {
     p.scale = static_cast<float>(kScale);
     p.mantissa = static_cast<float>(kMantissa);
     p.qk_l2norm = p.undo_l2norm = s_.norm;
-    const GradKernel grad = s_.K == 64 ? grad_bf16_k64() : grad_bf16_k128();
-    cudaFuncSetAttribute(grad.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                         static_cast<int>(grad.shared_bytes));
-    void* arguments[] = {&p};
-    ASSERT_EQ(cudaLaunchKernel(reinterpret_cast<const void*>(grad.kernel),
-                               dim3(static_cast<unsigned>(chunks_ * s_.HV)),
-                               dim3(static_cast<unsigned>(2 * s_.K)), arguments, grad.shared_bytes,
-                               nullptr),
-              cudaSuccess);
+    p.most_blocks = kBlocks;
+    const Status status = launch_grad(p, false, nullptr);
+    ASSERT_TRUE(status.ok()) << status.message();
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
   }
 

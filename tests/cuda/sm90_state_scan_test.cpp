@@ -170,6 +170,23 @@ TEST(Sm90StateScan, RawDq) {
   }
 }
 
+// More columns than a block or cluster holds: 3, 5 and 7 parts of 64, 3 of 128, 2 of 256.
+TEST(Sm90StateScan, RawDqInParts) {
+  KDA_NEEDS_HOPPER();
+  for (const DType io : {DType::kBF16, DType::kF16}) {
+    for (const int64_t K : {64, 128}) {
+      for (const int64_t V : {192, 320, 384, 448, 512}) {
+        expect_right(spec_of({2, 130, 1, 2, K, V, 0, 0}, io), kWithDq);
+        CaseSpec packed = spec_of({1, 150, 1, 1, K, V, 0, 0}, io);
+        packed.cu_seqlens = {0, 5, 5, 69, 133, 140};
+        packed.poison_tail = true;
+        expect_right(packed, kWithDq);
+        expect_right(packed, {kDqRaw});
+      }
+    }
+  }
+}
+
 TEST(Sm90StateScan, LengthsAndPackedSequences) {
   KDA_NEEDS_HOPPER();
   for (const int64_t T : {1, 63, 64, 65, 128, 500}) {
@@ -229,7 +246,7 @@ HostTensor row_of(const HostTensor& t, int64_t index) {
 
 TEST(Sm90StateScan, PackedSequencesHaveTheBitsOfSeparateOnes) {
   KDA_NEEDS_HOPPER();
-  for (const int64_t V : {128, 256}) {
+  for (const int64_t V : {128, 256, 320}) {
     CaseSpec spec = spec_of({1, 300, 2, 2, 128, V, 0, 0}, DType::kBF16);
     spec.cu_seqlens = {0, 5, 69, 133, 290};
     const Scan packed(spec);
@@ -318,9 +335,12 @@ TEST(Sm90StateScan, ReasonsNameTheFeature) {
                 .find("fp32 tensors beside bf16 ones (v_new)"),
             std::string::npos);
   EXPECT_EQ(reason(sizes, DType::kBF16, [](Problem& p) { p.set(kDo, DType::kF32); }), "");
+  EXPECT_EQ(reason({1, 100, 1, 1, 128, 192, 0, 0}, DType::kBF16,
+                   [](Problem& p) { p.set(kDo, DType::kBF16).set(kDqRaw, DType::kF32); }),
+            "");
   EXPECT_NE(reason({1, 100, 1, 1, 128, 192, 0, 0}, DType::kBF16,
-                   [](Problem& p) { p.set(kDo, DType::kBF16).set(kDqRaw, DType::kF32); })
-                .find("dq_raw with V = 192"),
+                   [](Problem& p) { p.set(kDo, DType::kF16).set(kDqRaw, DType::kF32); })
+                .find("fp16 tensors beside bf16 ones (do)"),
             std::string::npos);
 }
 

@@ -1,4 +1,7 @@
 // The stages, one after the other, are the whole forward and backward.
+#include <algorithm>
+#include <cmath>
+
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>
 
@@ -10,6 +13,7 @@ namespace {
 
 using cases::Case;
 using cases::CaseSpec;
+using cases::HostTensor;
 using cases::TensorMap;
 
 using enum TensorId;
@@ -22,6 +26,16 @@ class Stages {
     conditions_.arrangement =
         *rc::gen::element(Arrangement::kContiguous, Arrangement::kPadded, Arrangement::kTransposed);
   }
+
+  /// Puts a tensor in place of a stage's output, as fp64.
+  Stages& give(TensorId id, const HostTensor& tensor) {
+    HostTensor wide(DType::kF64, tensor.shape);
+    for (int64_t i = 0; i < tensor.count(); ++i) wide.set(i, tensor.get(i));
+    tensors_[id] = std::move(wide);
+    return *this;
+  }
+
+  const HostTensor& operator[](TensorId id) const { return tensors_.at(id); }
 
   /// Runs a stage with all its inputs that are there, for the outputs given.
   Stages& run(Operation operation, std::initializer_list<TensorId> outputs) {
@@ -51,6 +65,13 @@ class Stages {
     return taken;
   }
 
+  /// The tensors that `names` has.
+  TensorMap take(const TensorMap& names) const {
+    TensorMap taken;
+    for (const auto& [id, tensor] : names) taken[id] = tensors_.at(id);
+    return taken;
+  }
+
  private:
   const Case& c_;
   Conditions conditions_;
@@ -77,42 +98,76 @@ void clamp(Case& c) {
   for (int64_t i = 0; i < g.count(); ++i) g.set(i, std::max(g.get(i), -39.0));
 }
 
+Stages& forward(Stages& stages) {
+  return stages.run(Operation::kIntra, {kAqk, kA})
+      .run(Operation::kWu, {kW, kU, kKg, kQg})
+      .run(Operation::kStateScan, {kH, kVNew, kFinalState})
+      .run(Operation::kOutput, {kO});
+}
+
+Stages& backward(Stages& stages) {
+  return stages.run(Operation::kIntra, {kAqk, kA})
+      .run(Operation::kWu, {kW, kU, kKg, kQg})
+      .run(Operation::kStateScan, {kH, kVNew})
+      .run(Operation::kReverseScan, {kDh, kDvNew, kDinitialState})
+      .run(Operation::kWyBackward,
+           {kDv, kDqPartial, kDkPartial, kDgPartial, kDbetaPartial, kDP, kDL})
+      .run(Operation::kIntraBackward, {kDq, kDk, kDg, kDbeta});
+}
+
+/// The largest error of an element of gamma in units of 2^-24, relative where |gamma| > 1: a sum of
+/// terms of one sign has no more than its terms, and its rounding to fp32.
+double units_of_error(const HostTensor& gamma, const HostTensor& exact) {
+  double worst = 0;
+  for (int64_t i = 0; i < exact.count(); ++i) {
+    const double error = std::fabs(gamma.get(i) - exact.get(i));
+    worst = std::max(worst, error / std::max(1.0, std::fabs(exact.get(i))) * 0x1p24);
+  }
+  return worst;
+}
+
+/// The rounding of gamma is an input of all later stages: 2^(Gamma_i - Gamma_j) has the absolute
+/// error of Gamma as its relative one (6.5). With gates of -40 a token one rounding to fp32 costs
+/// more than the limit of fp32 arithmetic, in float64 too: 1.02e-5 of final_state for
+/// "deep B1 T96 H1 HV1 K3 V1 fp32 no-h0 seed 49", where the fp32 stages have 1.01e-5 and against
+/// the float64 stages of the same gamma 8.7e-8. So gamma is held to its rounding, and what follows
+/// to the float64 stages of the same gamma (7.3: the same rounded inputs). Those of family
+/// `reference` are held to the whole operation, with nothing rounded.
+void check_composition(const Case& c, const TensorMap& whole, Stages& (*rest)(Stages&)) {
+  Stages exact(c, "reference", DType::kF64);
+  exact.run(Operation::kGateCumsum, {kGamma});
+  // A sum of given gates is rounded once; a gate inside comes from exp and log1p of fp32.
+  const double most_units = c.forward.gate == Gate::kNone ? 1.01 : 8;  // found: 0.998, 4.8
+  for (const std::string& family : families()) {
+    Stages stages(c, family, stage_dtype(family));
+    stages.run(Operation::kGateCumsum, {kGamma});
+    RC_ASSERT(units_of_error(stages[kGamma], exact[kGamma]) <= most_units);
+    TensorMap results = rest(stages).take(whole);
+    if (family == "reference") {
+      RC_ASSERT(beyond_limits(c, results, whole) == "");
+      continue;
+    }
+    Stages same_gamma(c, "reference", DType::kF64);
+    same_gamma.give(kGamma, stages[kGamma]);
+    RC_ASSERT(beyond_limits(c, results, rest(same_gamma).take(whole)) == "");
+  }
+}
+
 RC_GTEST_PROP(StagesComposed, AreTheForward, ()) {
   Case c = cases::generate(staged_case(true));
   clamp(c);
-  TensorMap expected = cases::reference_outputs(c).value();
-  std::erase_if(expected,
-                [](const auto& row) { return row.first != kO && row.first != kFinalState; });
-  for (const std::string& family : families()) {
-    Stages stages(c, family, stage_dtype(family));
-    stages.run(Operation::kGateCumsum, {kGamma})
-        .run(Operation::kIntra, {kAqk, kA})
-        .run(Operation::kWu, {kW, kU, kKg, kQg})
-        .run(Operation::kStateScan, {kH, kVNew, kFinalState})
-        .run(Operation::kOutput, {kO});
-    RC_ASSERT(beyond_limits(c, stages.take({kO, kFinalState}), expected) == "");
-  }
+  TensorMap whole = cases::reference_outputs(c).value();
+  std::erase_if(whole, [](const auto& row) { return row.first != kO && row.first != kFinalState; });
+  check_composition(c, whole, forward);
 }
 
 RC_GTEST_PROP(StagesComposed, AreTheBackward, ()) {
   Case c = cases::generate(staged_case(false));
   clamp(c);
-  TensorMap expected = cases::reference_outputs(c).value();
-  expected.erase(kO);
-  expected.erase(kFinalState);
-  for (const std::string& family : families()) {
-    Stages stages(c, family, stage_dtype(family));
-    stages.run(Operation::kGateCumsum, {kGamma})
-        .run(Operation::kIntra, {kAqk, kA})
-        .run(Operation::kWu, {kW, kU, kKg, kQg})
-        .run(Operation::kStateScan, {kH, kVNew})
-        .run(Operation::kReverseScan, {kDh, kDvNew, kDinitialState})
-        .run(Operation::kWyBackward,
-             {kDv, kDqPartial, kDkPartial, kDgPartial, kDbetaPartial, kDP, kDL})
-        .run(Operation::kIntraBackward, {kDq, kDk, kDg, kDbeta});
-    RC_ASSERT(beyond_limits(c, stages.take({kDq, kDk, kDv, kDg, kDbeta, kDinitialState}),
-                            expected) == "");
-  }
+  TensorMap whole = cases::reference_outputs(c).value();
+  whole.erase(kO);
+  whole.erase(kFinalState);
+  check_composition(c, whole, backward);
 }
 
 // (5.1): the raw dq of the scan, gated and scaled, is the part of dq through the states.

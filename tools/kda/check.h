@@ -6,6 +6,7 @@
 
 #include "case.h"
 #include "compare.h"
+#include "generate.h"
 #include "kda/plan.h"
 
 namespace kda::cases {
@@ -37,8 +38,10 @@ inline constexpr double kRoundingFactor = 1.5;
 /// the case has none. On the CPU outputs are fp32 and held to the fp32 row, or fp64 and held to the
 /// float64 row if the float64 reference is what runs; on CUDA outputs have their public dtypes and
 /// the row of q's dtype; ill-conditioned cases are held to
-/// limit_beside(emulated_rounding).
+/// limit_beside(emulated_rounding). `spec`: what generated the case; its 16-bit outputs that fail
+/// are held like random problems (7.3), which takes further draws of it.
 Result<std::vector<CheckedOutput>> check_case(const Case& c, const Device& device,
-                                              const Options& options);
+                                              const Options& options,
+                                              const CaseSpec* spec = nullptr);
 
 }  // namespace kda::cases

@@ -63,14 +63,16 @@ void print_unsupported(const Common& common, const Case& c, const Status& status
 }
 
 /// An exit code other than kRight stops the run.
-int verify_case(const Common& common, const Case& c, Counts& counts) {
+int verify_case(const Common& common, const Case& c, Counts& counts,
+                const cases::CaseSpec* spec = nullptr) {
   Result<Device> device = choose_device(common, c.forward);
   if (!device.ok()) return fail(common, "", device.status());
   ++counts.cases;
   if (!common.json) {
     fmt::print("\n{}  ({}, {})\n", printable(c.name), shape_text(c.forward), name_of(*device));
   }
-  Result<std::vector<CheckedOutput>> checked = cases::check_case(c, *device, common.options());
+  Result<std::vector<CheckedOutput>> checked =
+      cases::check_case(c, *device, common.options(), spec);
   if (!checked.ok()) {
     if (checked.status().code() != StatusCode::kUnsupported) {
       return fail(common, c.name, checked.status());
@@ -98,7 +100,7 @@ int verify_suite(const Common& common, Counts& counts, Progress& progress) {
   for (std::size_t i = 0; i < suite.size(); ++i) {
     progress.step(fmt::format("{}/{} {}", i + 1, suite.size(), cases::describe(suite[i])));
     const Case c = cases::generate(suite[i]);
-    if (const int code = verify_case(common, c, counts); code != kRight) return code;
+    if (const int code = verify_case(common, c, counts, &suite[i]); code != kRight) return code;
   }
   return kRight;
 }

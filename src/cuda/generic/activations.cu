@@ -18,7 +18,8 @@ __device__ void cumulate_gate(const ActivateParams& p, const Chunk& chunk, int64
   const Tensor& g = p.gate.g;
   const int64_t from = token_offset(g, chunk.batch, chunk.begin, hv) + k * g.stride[3];
   const int64_t to = token_offset(p.gamma, chunk.batch, chunk.begin, hv) + k * p.gamma.stride[3];
-  // In fp64: 64 roundings of a sum near -40 x 64 would show in dA_log, and one rounding does not.
+  // In fp64, factor included: 64 roundings of a sum near -40 x 64 would show in dA_log, and the one
+  // of the result does not.
   double sum = 0;
   for (int base = 0; base < chunk.rows; base += kGateBatch) {
     Real raw[kGateBatch];
@@ -27,7 +28,7 @@ __device__ void cumulate_gate(const ActivateParams& p, const Chunk& chunk, int64
     for (int j = 0; j < kGateBatch; ++j) {
       if (base + j >= chunk.rows) break;
       sum += clamp_gate(gate_value(p.gate, gate, raw[j]));
-      store<Real>(p.gamma, to + (base + j) * p.gamma.stride[1], sum * static_cast<Real>(kInvLn2));
+      store<Real>(p.gamma, to + (base + j) * p.gamma.stride[1], static_cast<Real>(sum * kInvLn2));
     }
   }
 }

@@ -23,15 +23,19 @@ Recomputed recompute(Pipeline& run) {
   f.x = activate(run);
   f.Aqk = run.tokens(sizes.HV, C);
   f.A = run.tokens(sizes.HV, C);
-  run(launch_intra, IntraParams{run[kQ], run[kK], f.x.rq, f.x.rk, f.x.beta, f.x.gamma, f.Aqk, f.A,
-                                run.scale(), heads, run.sequences()});
   f.w = run.tokens(sizes.HV, sizes.K);
   f.kg = run.tokens(sizes.HV, sizes.K);
   f.qg = run.tokens(sizes.HV, sizes.K);
   f.v_new = run.tokens(sizes.HV, sizes.V);
   const Tensor& u = f.v_new;
-  run(launch_wu, WuParams{run[kQ], run[kK], run[kV], f.x.rq, f.x.rk, f.x.beta, f.x.gamma, f.A, f.w,
-                          u, f.kg, f.qg, heads, run.sequences()});
+  IntraWuParams params = intra_wu_inputs(run, f.x);
+  params.Aqk = f.Aqk;
+  params.A = f.A;
+  params.w = f.w;
+  params.u = u;
+  params.kg = f.kg;
+  params.qg = f.qg;
+  run(launch_intra_wu, params);
   f.h = run.checkpoints();
   run(launch_state_scan, StateScanParams{f.kg,
                                          f.w,
@@ -88,15 +92,15 @@ void chunk_bwd(Pipeline& run) {
   const Tensor dP = run.tokens(sizes.HV, C);
   const Tensor dL = run.tokens(sizes.HV, C);
   const Tensor dbeta = run.scalars(sizes.HV);
-  run(launch_wy_value, WyValueParams{run[kV], x.beta, f.A, f.v_new, dv_new, run[kDo], R, run[kDv],
-                                     dbeta, dP, dL, run.scale(), heads, run.sequences()});
   // The operands of the scans are no longer needed.
   const Tensor& dq = f.qg;
   const Tensor& dk = f.kg;
   const Tensor& dg = f.w;
-  run(launch_wy_key,
-      WyKeyParams{run[kQ], run[kK], x.rq, x.rk, x.beta, x.gamma, R, f.v_new, run[kDo], f.h, dh, dq,
-                  dk, dg, dbeta, run.scale(), heads, run.sequences()});
+  run(launch_wy_bwd,
+      WyBackwardParams{run[kQ], run[kK], run[kV], x.rq,        x.rk,     x.beta,
+                       x.gamma, f.A,     f.v_new, dv_new,      run[kDo], f.h,
+                       dh,      R,       dq,      dk,          run[kDv], dg,
+                       dbeta,   dP,      dL,      run.scale(), heads,    run.sequences()});
   run(launch_intra_bwd,
       IntraBackwardParams{run[kQ], run[kK], x.rq, x.rk, x.beta, x.gamma, dP, dL, dq, dk, dg, dbeta,
                           dq, dk, dg, problem.beta_sigmoid ? dbeta : run[kDbeta], heads,

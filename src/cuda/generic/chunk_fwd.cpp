@@ -11,26 +11,17 @@ void chunk_fwd(Pipeline& run) {
   const Heads heads = run.heads();
   const Activations x = activate(run);
   const Tensor Aqk = run.tokens(sizes.HV, C);
-  const Tensor A = run.tokens(sizes.HV, C);
-  run(launch_intra, IntraParams{run[kQ], run[kK], x.rq, x.rk, x.beta, x.gamma, Aqk, A, run.scale(),
-                                heads, run.sequences()});
+  const Tensor A = run.has(kA) ? run.tokens(sizes.HV, C) : Tensor{};
   const Tensor w = run.tokens(sizes.HV, sizes.K);
   const Tensor kg = run.tokens(sizes.HV, sizes.K);
   const Tensor u = run.tokens(sizes.HV, sizes.V);
-  run(launch_wu, WuParams{run[kQ],
-                          run[kK],
-                          run[kV],
-                          x.rq,
-                          x.rk,
-                          x.beta,
-                          x.gamma,
-                          A,
-                          w,
-                          u,
-                          kg,
-                          {},
-                          heads,
-                          run.sequences()});
+  IntraWuParams params = intra_wu_inputs(run, x);
+  params.Aqk = Aqk;
+  params.A = A;
+  params.w = w;
+  params.u = u;
+  params.kg = kg;
+  run(launch_intra_wu, params);
   const Tensor h = run.checkpoints();
   const Tensor& v_new = u;
   run(launch_state_scan, StateScanParams{kg, w, u, x.gamma, run.state(kInitialState), h, v_new,

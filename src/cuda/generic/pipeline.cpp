@@ -1,9 +1,14 @@
 #include "cuda/generic/pipeline.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 #include <fmt/format.h>
+
+#include "core/head_slices.h"
 
 namespace kda::cuda {
 namespace {
@@ -11,18 +16,24 @@ namespace {
 class PipelineExecutor final : public CudaExecutor {
  public:
   PipelineExecutor(const Problem& problem, const Device& device, std::size_t workspace_bytes,
-                   PipelineFunction function)
-      : CudaExecutor(problem, device, workspace_bytes), function_(function) {}
+                   PipelineFunction function, std::vector<HeadSlice> slices)
+      : CudaExecutor(problem, device, workspace_bytes),
+        function_(function),
+        slices_(std::move(slices)) {}
 
  protected:
   Status enqueue(const Args& args, cudaStream_t stream) const override {
-    Pipeline pipeline(problem(), args, stream);
-    if (pipeline.status().ok()) function_(pipeline);
-    return pipeline.status();
+    for (const HeadSlice& slice : slices_) {
+      Pipeline pipeline(slice.problem, slice.narrow(args), stream);
+      if (pipeline.status().ok()) function_(pipeline);
+      if (!pipeline.status().ok()) return pipeline.status();
+    }
+    return {};
   }
 
  private:
   PipelineFunction function_;
+  std::vector<HeadSlice> slices_;
 };
 
 }  // namespace
@@ -121,15 +132,24 @@ void Pipeline::finish() {
   (*this)(launch_copy_rows, params);
 }
 
-Result<std::unique_ptr<Executor>> make_pipeline(const Problem& problem, const Device& device,
-                                                PipelineFunction function) {
-  if (Status status = check_device(device); !status.ok()) return status;
+Result<std::size_t> measure_workspace(const Problem& problem, PipelineFunction function) {
   Pipeline measure(problem);
   function(measure);
-  Result<std::size_t> bytes = measure.workspace_bytes();
-  if (!bytes.ok()) return bytes.status();
+  return measure.workspace_bytes();
+}
+
+Result<std::unique_ptr<Executor>> make_pipeline(const Problem& problem, const Device& device,
+                                                PipelineFunction function, int64_t slices) {
+  if (Status status = check_device(device); !status.ok()) return status;
+  std::vector<HeadSlice> parts = slice_heads(problem, slices);
+  std::size_t most = 0;
+  for (const HeadSlice& part : parts) {
+    const Result<std::size_t> bytes = measure_workspace(part.problem, function);
+    if (!bytes.ok()) return bytes.status();
+    most = std::max(most, *bytes);
+  }
   return std::unique_ptr<Executor>(
-      std::make_unique<PipelineExecutor>(problem, device, *bytes, function));
+      std::make_unique<PipelineExecutor>(problem, device, most, function, std::move(parts)));
 }
 
 Activations activate(Pipeline& run) {
@@ -156,6 +176,21 @@ Activations activate(Pipeline& run) {
   params.sequences = run.sequences();
   run(launch_activate, params);
   return result;
+}
+
+IntraWuParams intra_wu_inputs(const Pipeline& run, const Activations& x) {
+  IntraWuParams params;
+  params.q = run[TensorId::kQ];
+  params.k = run[TensorId::kK];
+  params.v = run[TensorId::kV];
+  params.rq = x.rq;
+  params.rk = x.rk;
+  params.beta = x.beta;
+  params.gamma = x.gamma;
+  params.scale = run.scale();
+  params.heads = run.heads();
+  params.sequences = run.sequences();
+  return params;
 }
 
 }  // namespace kda::cuda

@@ -78,9 +78,12 @@ class Pipeline {
 
 using PipelineFunction = void (*)(Pipeline& pipeline);
 
-/// An executor around a pipeline function.
+/// What a pipeline function needs of workspace.
+Result<std::size_t> measure_workspace(const Problem& problem, PipelineFunction function);
+
+/// An executor around a pipeline function, which runs once for each of `slices` slices of heads.
 Result<std::unique_ptr<Executor>> make_pipeline(const Problem& problem, const Device& device,
-                                                PipelineFunction function);
+                                                PipelineFunction function, int64_t slices = 1);
 
 /// The generic leaf, one function an operation.
 void chunk_fwd(Pipeline& run);
@@ -101,6 +104,9 @@ struct Activations {
   Tensor gamma;   ///< [B,T,HV,K]
 };
 Activations activate(Pipeline& run);
+
+/// What scores and gated operands are computed from; the results are left absent.
+IntraWuParams intra_wu_inputs(const Pipeline& run, const Activations& x);
 
 /// Section 3 back from the gradients of the decay, of the activated beta and of the normalised q, k
 /// of each value head.

@@ -7,26 +7,30 @@
 namespace kda::cuda {
 namespace {
 
-/// dv_new += Aqk^T do; the strictly upper part of Aqk counts as 0 whatever is stored there.
-template <class Real, class Tokens>
-__device__ void add_scores_product(Tokens& dv_new, const Tensor& Aqk, const Chunk& chunk,
-                                   int64_t hv, int32_t C, const Real* grad_o, Real* shared) {
+/// dv_new += Aqk^T do, of Aqk `panel` holds the first rows; its strictly upper part counts as 0
+/// whatever is stored there.
+template <class Tile, class Real, class Next>
+__device__ void add_scores_product(typename Tile::Tokens& dv_new, typename Tile::ColumnPanel& panel,
+                                   const Tensor& Aqk, const Chunk& chunk, int64_t hv, int32_t C,
+                                   const Real* grad_o, Real* shared, Next next) {
   for (int i0 = 0; i0 < chunk.rows; i0 += kStateDepth) {
-    Panel<Real, kTileRows, kStateDepth, false> panel;
-    load_tokens(panel, Aqk, chunk, hv, 0, C, i0);
     __syncthreads();
     panel.put(shared);
     __syncthreads();
-    dv_new.add_product_if(shared, kPanelStride, grad_o + i0 * StateTile<Real>::kStride,
-                          StateTile<Real>::kStride, kStateDepth,
-                          [&](int j, int i) { return j <= i0 + i; });
+    if (i0 + kStateDepth < chunk.rows) {
+      load_tokens(panel, Aqk, chunk, hv, 0, C, i0 + kStateDepth);
+    } else {
+      next();
+    }
+    dv_new.add_product_if(shared, kPanelStride, grad_o + i0 * Tile::kStride, Tile::kStride,
+                          kStateDepth, [&](int j, int i) { return j <= i0 + i; });
   }
 }
 
-template <class Real>
+template <class Real, int COLUMNS>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm<Real>)
     reverse_scan(const __grid_constant__ ReverseScanParams p) {
-  using Tile = StateTile<Real>;
+  using Tile = StateTile<Real, COLUMNS>;
   const int32_t K = p.heads.K;
   Real* const panel = shared_memory<Real>();
   Real* const dv_new = panel + kStatePanel;
@@ -38,23 +42,38 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<Real>)
     const auto [v0, hv, sequence, range] = scan_tile(p.sequences, p.heads, Tile::kColumns, index);
     __syncthreads();
     state.load(p.dfinal_state, sequence, hv, v0, p.heads.V);
+    typename Tile::RowPanel kg;
+    typename Tile::ColumnPanel operand;
+    const auto start = [&](int64_t c) {
+      if (c >= 0) load_tokens(kg, p.kg, chunk_in(range, c, p.sequences.C), hv, 0, K);
+    };
+    start(range.chunks - 1);
     for (int64_t c = range.chunks - 1; c >= 0; --c) {
       const Chunk chunk = chunk_in(range, c, p.sequences.C);
-      typename Tile::Tokens tile;
-      fetch_tokens(tile, p.grad_o, chunk, hv, v0, p.heads.V);
+      typename Tile::Tokens tile, grad;
+      fetch_tokens(grad, p.grad_o, chunk, hv, v0, p.heads.V);
+      const Real last = last_gamma<Real>(p.gamma, chunk, hv, K);
       __syncthreads();  // the state is complete, and nobody reads the last chunk's operands
-      load_last_gamma(decay, p.gamma, chunk, hv, K, kMaxK);
-      tile.put_rows(grad_o, Tile::kStride);
       if (p.dh.data) state.save(p.dh, range.first_chunk + c, hv, v0, p.heads.V);
-      tile = {};
-      state.add_keys_times_state(tile, p.kg, chunk, hv, panel);
-      add_scores_product(tile, p.Aqk, chunk, hv, p.sequences.C, grad_o, panel);
+      state.add_keys_times_state(tile, kg, p.kg, chunk, hv, panel,
+                                 [&] { load_tokens(operand, p.Aqk, chunk, hv, 0, p.sequences.C); });
+      decay[threadIdx.x] = last;
+      grad.put_rows(grad_o, Tile::kStride);
+      add_scores_product<Tile>(tile, operand, p.Aqk, chunk, hv, p.sequences.C, grad_o, panel,
+                               [&] { load_tokens(operand, p.qg, chunk, hv, 0, K); });
       save_tokens(tile, p.dv_new, chunk, hv, v0, p.heads.V);
       tile.put_rows(dv_new, Tile::kStride);
       state.update(decay, [&](typename Tile::Keys& sum, int k0) {
-        state.add_tokens_product(sum, p.qg, chunk, hv, k0, grad_o, static_cast<Real>(p.scale),
-                                 panel);
-        state.add_tokens_product(sum, p.w, chunk, hv, k0, dv_new, Real(-1), panel);
+        state.add_tokens_product(sum, operand, p.qg, chunk, hv, k0, grad_o,
+                                 static_cast<Real>(p.scale), panel,
+                                 [&] { load_tokens(operand, p.w, chunk, hv, k0, K); });
+        state.add_tokens_product(sum, operand, p.w, chunk, hv, k0, dv_new, Real(-1), panel, [&] {
+          if (k0 + kTileRows < K) {
+            load_tokens(operand, p.qg, chunk, hv, k0 + kTileRows, K);
+          } else {
+            start(c - 1);
+          }
+        });
       });
     }
     __syncthreads();
@@ -65,8 +84,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<Real>)
 }  // namespace
 
 Status launch_reverse_scan(const ReverseScanParams& p, bool fp64, cudaStream_t stream) {
-  return launch_state_kernel("reverse_scan", reverse_scan<float>, reverse_scan<double>, 2, p, fp64,
-                             stream);
+  return launch_state_kernel<ReverseScanParams>(
+      {"reverse_scan", reverse_scan<float, kWideColumns>, reverse_scan<float, kNarrowColumns>,
+       reverse_scan<double, kFp64Columns>, 2},
+      p, fp64, stream);
 }
 
 }  // namespace kda::cuda

@@ -16,35 +16,21 @@ void stage_gate_cumsum(Pipeline& run) {
 }
 
 void stage_intra(Pipeline& run) {
-  run(launch_intra, IntraParams{run[kQ],
-                                run[kK],
-                                {},
-                                {},
-                                run[kBeta],
-                                run[kGamma],
-                                run[kAqk],
-                                run[kA],
-                                run.scale(),
-                                run.heads(),
-                                run.sequences()});
+  IntraWuParams params = intra_wu_inputs(run, {{}, {}, run[kBeta], run[kGamma]});
+  params.Aqk = run[kAqk];
+  params.A = run[kA];
+  run(launch_intra_wu, params);
   run.finish();
 }
 
 void stage_wu(Pipeline& run) {
-  run(launch_wu, WuParams{run[kQ],
-                          run[kK],
-                          run[kV],
-                          {},
-                          {},
-                          run[kBeta],
-                          run[kGamma],
-                          run[kA],
-                          run[kW],
-                          run[kU],
-                          run[kKg],
-                          run[kQg],
-                          run.heads(),
-                          run.sequences()});
+  IntraWuParams params = intra_wu_inputs(run, {{}, {}, run[kBeta], run[kGamma]});
+  params.given_A = run[kA];
+  params.w = run[kW];
+  params.u = run[kU];
+  params.kg = run[kKg];
+  params.qg = run[kQg];
+  run(launch_intra_wu, params);
   run.finish();
 }
 
@@ -86,27 +72,30 @@ void stage_reverse_scan(Pipeline& run) {
 void stage_wy_bwd(Pipeline& run) {
   const Sizes& sizes = run.problem().sizes;
   const Tensor R = run.tokens(sizes.HV, sizes.V);
-  run(launch_wy_value, WyValueParams{run[kV], run[kBeta], run[kA], run[kVNew], run[kDvNew],
-                                     run[kDo], R, run[kDv], run[kDbetaPartial], run[kDP], run[kDL],
-                                     run.scale(), run.heads(), run.sequences()});
-  run(launch_wy_key, WyKeyParams{run[kQ],
-                                 run[kK],
-                                 {},
-                                 {},
-                                 run[kBeta],
-                                 run[kGamma],
-                                 R,
-                                 run[kVNew],
-                                 run[kDo],
-                                 run[kH],
-                                 run[kDh],
-                                 run[kDqPartial],
-                                 run[kDkPartial],
-                                 run[kDgPartial],
-                                 run[kDbetaPartial],
-                                 run.scale(),
-                                 run.heads(),
-                                 run.sequences()});
+  run(launch_wy_bwd, WyBackwardParams{run[kQ],
+                                      run[kK],
+                                      run[kV],
+                                      {},
+                                      {},
+                                      run[kBeta],
+                                      run[kGamma],
+                                      run[kA],
+                                      run[kVNew],
+                                      run[kDvNew],
+                                      run[kDo],
+                                      run[kH],
+                                      run[kDh],
+                                      R,
+                                      run[kDqPartial],
+                                      run[kDkPartial],
+                                      run[kDv],
+                                      run[kDgPartial],
+                                      run[kDbetaPartial],
+                                      run[kDP],
+                                      run[kDL],
+                                      run.scale(),
+                                      run.heads(),
+                                      run.sequences()});
   run.finish();
 }
 

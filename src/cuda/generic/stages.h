@@ -43,24 +43,18 @@ struct ActivateParams {
 };
 Status launch_activate(const ActivateParams& params, bool fp64, cudaStream_t stream);
 
-/// (4.4)-(4.7).
-struct IntraParams {
-  Tensor q, k, rq, rk, beta, gamma;
-  Tensor Aqk, A;  ///< [B,T,HV,C]
+/// (4.4)-(4.7) and (4.9)-(4.12). With `given_A` the first half is left out; what is absent of the
+/// results is not computed.
+struct IntraWuParams {
+  Tensor q, k, v, rq, rk, beta, gamma;
+  Tensor given_A;  ///< [B,T,HV,C]
+  Tensor Aqk, A;   ///< [B,T,HV,C]
+  Tensor w, u, kg, qg;
   double scale = 1;
   Heads heads;
   Sequences sequences;
 };
-Status launch_intra(const IntraParams& params, bool fp64, cudaStream_t stream);
-
-/// (4.9)-(4.12).
-struct WuParams {
-  Tensor q, k, v, rq, rk, beta, gamma, A;
-  Tensor w, u, kg, qg;
-  Heads heads;
-  Sequences sequences;
-};
-Status launch_wu(const WuParams& params, bool fp64, cudaStream_t stream);
+Status launch_intra_wu(const IntraWuParams& params, bool fp64, cudaStream_t stream);
 
 /// (4.13)-(4.15). v_new may be u.
 struct StateScanParams {
@@ -98,27 +92,17 @@ struct ReverseScanParams {
 };
 Status launch_reverse_scan(const ReverseScanParams& params, bool fp64, cudaStream_t stream);
 
-/// First half of the WY backward: R = A^T dv_new (5.10), dv (5.11), rowsum_V(R . v) of (5.12),
-/// dP (5.2), dL (5.28).
-struct WyValueParams {
-  Tensor v, beta, A, v_new, dv_new, grad_o;
-  Tensor R, dv, dbeta, dP, dL;
+/// The WY backward: R = A^T dv_new (5.10), dv (5.11), dP (5.2), dL (5.28); Y = -R h^T (5.29),
+/// (5.7), (5.8), (5.13), dbeta with (5.12), and the sums over rows of (5.33). R may be dv_new.
+struct WyBackwardParams {
+  Tensor q, k, v, rq, rk, beta, gamma, A, v_new, dv_new, grad_o, h, dh;
+  Tensor R;
+  Tensor dq, dk, dv, dg, dbeta, dP, dL;
   double scale = 1;
   Heads heads;
   Sequences sequences;
 };
-Status launch_wy_value(const WyValueParams& params, bool fp64, cudaStream_t stream);
-
-/// Second half: Y = -R h^T (5.29), (5.7), (5.8), (5.13), rowsum_K(Y . ke) added to dbeta, and the
-/// sums over rows of (5.33).
-struct WyKeyParams {
-  Tensor q, k, rq, rk, beta, gamma, R, v_new, grad_o, h, dh;
-  Tensor dq, dk, dg, dbeta;
-  double scale = 1;
-  Heads heads;
-  Sequences sequences;
-};
-Status launch_wy_key(const WyKeyParams& params, bool fp64, cudaStream_t stream);
+Status launch_wy_bwd(const WyBackwardParams& params, bool fp64, cudaStream_t stream);
 
 /// (5.19)-(5.25), (5.32), added to the partials; dq and dk per value head.
 struct IntraBackwardParams {

@@ -38,18 +38,33 @@ __device__ __forceinline__ ScanTile scan_tile(const Sequences& sequences, const 
           chunks_of(sequences, sequence)};
 }
 
+/// gamma of the chunk's last row, a channel a thread; loaded long before it is put into shared
+/// memory.
 template <class Real>
+__device__ __forceinline__ Real last_gamma(const Tensor& gamma, const Chunk& chunk, int64_t hv,
+                                           int32_t K) {
+  static_assert(kThreads == kMaxK);
+  const int k = static_cast<int>(threadIdx.x);
+  if (k >= K) return 0;
+  return load<Real>(gamma, token_offset(gamma, chunk.batch, chunk.begin + chunk.rows - 1, hv) +
+                               k * gamma.stride[3]);
+}
+
+/// Every product takes its first panel loaded, and calls `next` to start the loads of the panel
+/// that the following one begins with, so that they arrive under a product and not in front of one.
+template <class Real, int COLUMNS>
 struct StateTile {
-  /// Columns of V a block: in fp64 half, so that K = 256 fits the 99 KB of sm_86.
-  static constexpr int kColumns = sizeof(Real) == 4 ? 32 : 16;
+  static constexpr int kColumns = COLUMNS;  ///< of V a block
   static constexpr int kStride = kColumns + 4;
-  using Tokens = Accumulator<Real, 4, kColumns / 16>;  ///< 64 tokens x kColumns
-  using Keys = Accumulator<Real, 4, kColumns / 16>;    ///< 64 channels x kColumns
+  using Tokens = Accumulator<Real, 4, kColumns / 16>;              ///< 64 tokens x kColumns
+  using Keys = Accumulator<Real, 4, kColumns / 16>;                ///< 64 channels x kColumns
+  using RowPanel = Panel<Real, kTileRows, kStateDepth, true>;      ///< tokens x 32 channels
+  using ColumnPanel = Panel<Real, kTileRows, kStateDepth, false>;  ///< columns x 32 tokens
 
   Real* data;  ///< [padded K][kStride]
   int32_t K;
 
-  static __host__ __device__ int32_t padded(int32_t K) {
+  static __device__ int32_t padded(int32_t K) {
     return (K + kTileRows - 1) / kTileRows * kTileRows;
   }
 
@@ -79,25 +94,30 @@ struct StateTile {
     });
   }
 
-  /// sum += keys S for a chunk's keys [tokens, K]. The next panel loads while one is multiplied.
-  __device__ void add_keys_times_state(Tokens& sum, const Tensor& keys, const Chunk& chunk,
-                                       int64_t hv, Real* shared) const {
-    Panel<Real, kTileRows, kStateDepth, true> panel;
-    load_tokens(panel, keys, chunk, hv, 0, K);
+  /// sum += keys S for a chunk's keys [tokens, K], of which `panel` holds channels 0...
+  template <class Next>
+  __device__ void add_keys_times_state(Tokens& sum, RowPanel& panel, const Tensor& keys,
+                                       const Chunk& chunk, int64_t hv, Real* shared,
+                                       Next next) const {
     for (int k0 = 0; k0 < K; k0 += kStateDepth) {
       __syncthreads();
       panel.put(shared);
       __syncthreads();
-      if (k0 + kStateDepth < K) load_tokens(panel, keys, chunk, hv, k0 + kStateDepth, K);
+      if (k0 + kStateDepth < K) {
+        load_tokens(panel, keys, chunk, hv, k0 + kStateDepth, K);
+      } else {
+        next();
+      }
       sum.add_product(shared, kPanelStride, data + k0 * kStride, kStride, kStateDepth);
     }
   }
 
-  /// sum += factor x^T y for channels k0.. of x [tokens, K] and y [64][kStride] in shared memory.
-  __device__ void add_tokens_product(Keys& sum, const Tensor& x, const Chunk& chunk, int64_t hv,
-                                     int k0, const Real* y, Real factor, Real* shared) const {
-    Panel<Real, kTileRows, kStateDepth, false> panel;
-    load_tokens(panel, x, chunk, hv, k0, K);
+  /// sum += factor x^T y for channels k0.. of x [tokens, K], of which `panel` holds the first
+  /// tokens, and y [64][kStride] in shared memory.
+  template <class Next>
+  __device__ void add_tokens_product(Keys& sum, ColumnPanel& panel, const Tensor& x,
+                                     const Chunk& chunk, int64_t hv, int k0, const Real* y,
+                                     Real factor, Real* shared, Next next) const {
     for (int i0 = 0; i0 < chunk.rows; i0 += kStateDepth) {
       panel.map([&](int, int, Real value) { return factor * value; });
       __syncthreads();
@@ -105,6 +125,8 @@ struct StateTile {
       __syncthreads();
       if (i0 + kStateDepth < chunk.rows) {
         load_tokens(panel, x, chunk, hv, k0, K, i0 + kStateDepth);
+      } else {
+        next();
       }
       sum.add_product(shared, kPanelStride, y + i0 * kStride, kStride, kStateDepth);
     }
@@ -125,21 +147,45 @@ struct StateTile {
   }
 };
 
-/// Launches the instance for the type with shared memory for a state tile and `token_tiles` tiles
-/// [64][BV + 4].
+/// Columns of V a block, which change no bit of the result. fp64 takes few, so that K = 256 fits
+/// the 99 KB of sm_86.
+inline constexpr int kFp64Columns = 16;
+inline constexpr int kNarrowColumns = 32;
+/// Half the blocks, each with twice the arithmetic for a panel; with K up to 128, so that two share
+/// an SM of Hopper and one fits sm_86.
+inline constexpr int kWideColumns = 64;
+/// Taken where as many blocks stay as a large GPU has SMs.
+inline constexpr int64_t kEnoughBlocks = 128;
+
+/// The kernels for the types and widths.
 template <class Params>
-Status launch_state_kernel(const char* name, void (*fp32)(Params), void (*fp64_kernel)(Params),
-                           int token_tiles, const Params& p, bool fp64, cudaStream_t stream) {
-  const auto shape = [&]<class Real>(Real) {
-    using Tile = StateTile<Real>;
-    const int64_t elements = kStatePanel + kMaxK + token_tiles * kTileRows * Tile::kStride +
-                             Tile::padded(p.heads.K) * Tile::kStride;
-    const int64_t v_tiles = (p.heads.V + Tile::kColumns - 1) / Tile::kColumns;
-    return LaunchShape{name, p.sequences.count * p.heads.HV * v_tiles, kThreads,
-                       static_cast<std::size_t>(elements) * sizeof(Real)};
+struct StateKernels {
+  const char* name;
+  void (*wide)(Params);
+  void (*narrow)(Params);
+  void (*fp64)(Params);
+  int token_tiles;  ///< tiles [64][columns + 4] in shared memory beside the state
+};
+
+template <class Params>
+Status launch_state_kernel(const StateKernels<Params>& kernels, const Params& p, bool fp64,
+                           cudaStream_t stream) {
+  const auto blocks = [&](int columns) {
+    return p.sequences.count * p.heads.HV * ((p.heads.V + columns - 1) / columns);
   };
-  return fp64 ? launch(shape(double{}), fp64_kernel, p, stream)
-              : launch(shape(float{}), fp32, p, stream);
+  const bool wide =
+      p.heads.V > kNarrowColumns && p.heads.K <= kMaxK / 2 && blocks(kWideColumns) >= kEnoughBlocks;
+  const int columns = fp64 ? kFp64Columns : wide ? kWideColumns : kNarrowColumns;
+  const int64_t padded_K = (p.heads.K + kTileRows - 1) / kTileRows * kTileRows;
+  const int64_t elements =
+      kStatePanel + kMaxK + (kernels.token_tiles * kTileRows + padded_K) * (columns + 4);
+  const std::size_t size = fp64 ? sizeof(double) : sizeof(float);
+  return launch(
+      {kernels.name, blocks(columns), kThreads, static_cast<std::size_t>(elements) * size},
+      fp64   ? kernels.fp64
+      : wide ? kernels.wide
+             : kernels.narrow,
+      p, stream);
 }
 
 }  // namespace kda::cuda

@@ -16,12 +16,6 @@ __device__ __forceinline__ void copy_async_16(uint32_t shared, const void* globa
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 
-/// Asks for the 128 bytes around an address in L2. A bulk prefetch takes its operands from uniform
-/// registers, so that those of different lanes are issued one by one.
-__device__ __forceinline__ void prefetch_L2(const void* global) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
-}
-
 /// Ends a group of this thread's copies.
 __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");

@@ -81,6 +81,16 @@ __device__ __forceinline__ void load_scalars(Real* shared, const Tensor& t, cons
   shared[i] = value;
 }
 
+inline constexpr int kMaxChannels = 256;  ///< K
+
+/// Factors of a chunk's rows, [64] each.
+template <class Real>
+struct RowFactors {
+  Real *rq, *rk, *beta;
+
+  __device__ explicit RowFactors(Real* base) : rq(base), rk(rq + kTileRows), beta(rk + kTileRows) {}
+};
+
 /// gamma of a chunk's last valid row, channels < K, into shared[0..padded); 0 from K on.
 template <class Real>
 __device__ __forceinline__ void load_last_gamma(Real* shared, const Tensor& gamma,

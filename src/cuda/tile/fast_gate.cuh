@@ -40,11 +40,13 @@ struct FastGate {
   float scale;  ///< log2 of the factor that multiplies (far), or the factor
 };
 
-__device__ __forceinline__ FastGate fast_gate_of(const GateParams& params, int64_t hv) {
+__device__ __forceinline__ float A_log_of(const GateParams& params, int64_t hv) {
+  return params.A_log.data ? load<float>(params.A_log, hv * params.A_log.stride[0]) : 0;
+}
+
+__device__ __forceinline__ FastGate fast_gate_from(const GateParams& params, float A_log) {
   constexpr float kLargest = 3.4e38f;
   constexpr float kFar = 60;  // exp(A_log) exp(z), z < -87, is lost below this
-  const float A_log =
-      params.A_log.data ? load<float>(params.A_log, hv * params.A_log.stride[0]) : 0;
   const float slope = fminf(expf(A_log), kLargest);
   if (params.kind == kGateSoftplus) {
     const bool far = A_log > kFar;
@@ -55,6 +57,10 @@ __device__ __forceinline__ FastGate fast_gate_of(const GateParams& params, int64
   const float scale = far ? log2_of(static_cast<float>(-params.lower_bound * 0x1p-64)) + 64
                           : static_cast<float>(-params.lower_bound);
   return {far, fminf(slope * kLog2E, kLargest), scale};
+}
+
+__device__ __forceinline__ FastGate fast_gate_of(const GateParams& params, int64_t hv) {
+  return fast_gate_from(params, A_log_of(params, hv));
 }
 
 __device__ __forceinline__ float bias_of(const GateParams& params, int64_t hv, int column) {
@@ -80,12 +86,12 @@ __device__ __forceinline__ float clamp_log2(float decay) { return max_or_nan(dec
 /// The log2 decay of a token, clamped: of g itself, (3.4) and (3.8). z: raw input plus bias.
 __device__ __forceinline__ float fast_no_gate(float g) { return clamp_log2(g * kLog2E); }
 
-/// The gradient behind a decay that is not clamped (log2 of it); dg is that of its natural log.
-/// Where dg is 0, its factor may be infinite.
+/// The gradient behind a decay, log2 of it, unless it is clamped; dg is that of its natural log.
+/// Decays that are not clamped, and all factors of theirs, are finite.
 template <class Chain>
 __device__ __forceinline__ GateGradient<float> gradient_unless_clamped(float decay, float dg,
                                                                        Chain chain) {
-  if (decay < kLogFloor2 || dg == 0) return {0, 0};
+  if (decay < kLogFloor2) return {0, 0};
   return chain(decay * kLn2);
 }
 
@@ -139,11 +145,13 @@ struct FarSoftplusGate {
   }
 };
 
-/// (3.9), (3.10). Where dz is 0, z may be infinite.
+/// (3.9), (3.10) behind a decay, s = both_sigmoids(slope z). Where dz is 0, z may be infinite.
 __device__ __forceinline__ GateGradient<float> bounded_gradient(const FastGate& gate, float z,
-                                                                float g, float dg) {
-  const float dz = gate.slope * kLn2 * (g * both_sigmoids(gate.slope * z).y) * dg;
-  return {dz, dz == 0 || z == 0 ? 0 : dz * z};
+                                                                float decay, float2 s, float dg) {
+  return gradient_unless_clamped(decay, dg, [&](float g) -> GateGradient<float> {
+    const float dz = gate.slope * kLn2 * (g * s.y) * dg;
+    return {dz, dz == 0 ? 0 : dz * z};
+  });
 }
 
 struct FastBoundedGate {
@@ -156,10 +164,11 @@ struct FastBoundedGate {
   __device__ __forceinline__ float operator()(const FastGate& gate, float z) const {
     return clamp_log2(decay(gate, z));
   }
+  /// Its sigmoid serves both.
   static __device__ __forceinline__ GateGradient<float> gradient(const FastGate& gate, float z,
                                                                  float dg) {
-    return gradient_unless_clamped(decay(gate, z), dg,
-                                   [&](float g) { return bounded_gradient(gate, z, g, dg); });
+    const float2 s = both_sigmoids(gate.slope * z);
+    return bounded_gradient(gate, z, -kLog2E * gate.scale * s.x, s, dg);
   }
 };
 
@@ -174,8 +183,7 @@ struct FarBoundedGate {
   }
   static __device__ __forceinline__ GateGradient<float> gradient(const FastGate& gate, float z,
                                                                  float dg) {
-    return gradient_unless_clamped(decay(gate, z), dg,
-                                   [&](float g) { return bounded_gradient(gate, z, g, dg); });
+    return bounded_gradient(gate, z, decay(gate, z), both_sigmoids(gate.slope * z), dg);
   }
 };
 

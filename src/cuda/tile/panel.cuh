@@ -18,42 +18,41 @@ inline constexpr int kBlocksPerSm = sizeof(Real) == 4 ? 2 : 1;
 inline constexpr int kPanelStride = 68;
 
 /// Elements (row, depth) of a block of ROWS x DEPTH, spread over the threads. DepthFast: depth is
-/// the contiguous index in memory; a warp covers 8 depths (one 32-byte sector of fp32) x 4 rows.
-/// Otherwise rows are contiguous.
+/// the contiguous index in memory; a warp covers 8 depths (one 32-byte sector of fp32) x 4 rows, a
+/// thread rows at equal distances. Otherwise rows are contiguous, and a thread has depths at equal
+/// distances.
 template <class Real, int ROWS, int DEPTH, bool DepthFast>
 struct Panel {
-  static_assert(ROWS * DEPTH % kThreads == 0 && ROWS % 4 == 0 && DEPTH % 8 == 0);
+  static_assert(DepthFast ? 64 % DEPTH == 0 && ROWS % (kThreads / DEPTH) == 0
+                          : kThreads % ROWS == 0 && DEPTH % (kThreads / ROWS) == 0);
   static constexpr int kSteps = ROWS * DEPTH / kThreads;
+  static constexpr int kRowStep = DepthFast ? kThreads / DEPTH : 0;
+  static constexpr int kDepthStep = DepthFast ? 0 : kThreads / ROWS;
   Real x[kSteps];
 
   static __device__ __forceinline__ int row(int step) {
     const int tid = static_cast<int>(threadIdx.x);
-    if constexpr (DepthFast) {
-      return (tid / 32 + 8 * step) / (DEPTH / 8) * 4 + tid % 32 / 8;
-    } else {
-      return (tid + kThreads * step) % ROWS;
-    }
+    return (DepthFast ? tid / 32 / (DEPTH / 8) * 4 + tid % 32 / 8 : tid % ROWS) + step * kRowStep;
   }
   static __device__ __forceinline__ int depth(int step) {
     const int tid = static_cast<int>(threadIdx.x);
-    if constexpr (DepthFast) {
-      return (tid / 32 + 8 * step) % (DEPTH / 8) * 8 + tid % 8;
-    } else {
-      return (tid + kThreads * step) / ROWS;
-    }
+    return (DepthFast ? tid / 32 % (DEPTH / 8) * 8 + tid % 8 : tid / ROWS) + step * kDepthStep;
+  }
+  /// Elements of memory between two of a thread's.
+  static __device__ __forceinline__ int64_t distance(int64_t row_stride, int64_t depth_stride) {
+    return DepthFast ? kRowStep * row_stride : kDepthStep * depth_stride;
   }
 
   /// Elements at base + row * row_stride + depth * depth_stride; 0 outside rows x depths.
   __device__ __forceinline__ void load(const Tensor& t, int64_t base, int64_t row_stride,
                                        int64_t depth_stride, int rows, int depths) {
     with_element(t.dtype, [&]<class T>(Element<T>) {
-      const T* data = static_cast<const T*>(t.data) + base;
+      const T* p =
+          static_cast<const T*>(t.data) + base + row(0) * row_stride + depth(0) * depth_stride;
+      const int64_t step = distance(row_stride, depth_stride);
 #pragma unroll
-      for (int s = 0; s < kSteps; ++s) {
-        const int r = row(s);
-        const int d = depth(s);
-        x[s] = r < rows && d < depths ? to_real<Real>(data[r * row_stride + d * depth_stride])
-                                      : Real(0);
+      for (int s = 0; s < kSteps; ++s, p += step) {
+        x[s] = row(s) < rows && depth(s) < depths ? to_real<Real>(*p) : Real(0);
       }
     });
   }
@@ -76,12 +75,11 @@ struct Panel {
   __device__ __forceinline__ void save(const Tensor& t, int64_t base, int64_t row_stride,
                                        int64_t depth_stride, int rows, int depths) const {
     with_element(t.dtype, [&]<class T>(Element<T>) {
-      T* data = static_cast<T*>(t.data) + base;
+      T* p = static_cast<T*>(t.data) + base + row(0) * row_stride + depth(0) * depth_stride;
+      const int64_t step = distance(row_stride, depth_stride);
 #pragma unroll
-      for (int s = 0; s < kSteps; ++s) {
-        const int r = row(s);
-        const int d = depth(s);
-        if (r < rows && d < depths) data[r * row_stride + d * depth_stride] = from_real<T>(x[s]);
+      for (int s = 0; s < kSteps; ++s, p += step) {
+        if (row(s) < rows && depth(s) < depths) *p = from_real<T>(x[s]);
       }
     });
   }
@@ -151,14 +149,12 @@ struct Accumulator {
   __device__ __forceinline__ void fetch(const Tensor& t, int64_t base, int64_t row_stride,
                                         int64_t col_stride, int rows, int cols) {
     with_element(t.dtype, [&]<class T>(Element<T>) {
-      const T* data = static_cast<const T*>(t.data) + base;
+      const T* p = static_cast<const T*>(t.data) + base + row(0) * row_stride + col(0) * col_stride;
 #pragma unroll
-      for (int m = 0; m < TM; ++m) {
+      for (int m = 0; m < TM; ++m, p += row_stride) {
 #pragma unroll
         for (int n = 0; n < TN; ++n) {
-          x[m][n] = row(m) < rows && col(n) < cols
-                        ? to_real<Real>(data[row(m) * row_stride + col(n) * col_stride])
-                        : Real(0);
+          x[m][n] = row(m) < rows && col(n) < cols ? to_real<Real>(p[n * col_stride]) : Real(0);
         }
       }
     });
@@ -204,10 +200,9 @@ struct Accumulator {
   __device__ __forceinline__ void save(const Tensor& t, int64_t base, int64_t row_stride,
                                        int64_t col_stride, int rows, int cols) const {
     with_element(t.dtype, [&]<class T>(Element<T>) {
-      T* data = static_cast<T*>(t.data) + base + row(0) * row_stride + col(0) * col_stride;
+      T* p = static_cast<T*>(t.data) + base + row(0) * row_stride + col(0) * col_stride;
 #pragma unroll
-      for (int m = 0; m < TM; ++m) {
-        T* p = data + m * row_stride;
+      for (int m = 0; m < TM; ++m, p += row_stride) {
         if (row(m) >= rows) break;
         if constexpr (sizeof(T) == 4 && sizeof(Real) == 4 && TN == 4) {
           // One 16-byte store a row: four scalar ones would write a quarter of each sector.

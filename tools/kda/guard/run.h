@@ -4,6 +4,8 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "case.h"
 #include "kda/plan.h"
@@ -19,6 +21,16 @@ enum class Arrangement {
   kMixed,       ///< each tensor one of the others
 };
 
+/// What is held against a run.
+enum class Watch {
+  kAll,
+  /// Some inputs are NaN. An output that is NaN because of them may have the bits that mark what
+  /// nobody wrote, so elements that nobody wrote are not looked for.
+  kNotUnwritten,
+  /// Lists are wrong: only bytes beside the outputs count.
+  kBounds,
+};
+
 struct Conditions {
   Options options;
   /// On a CUDA device there always is a second run, the replay of a captured graph.
@@ -30,9 +42,9 @@ struct Conditions {
   int32_t repeat_threads = 0;   ///< CPU threads of that second run; 0: as many as in the first
   /// Values of the inputs on which the graph runs before the ones given, once it is captured.
   const TensorMap* earlier = nullptr;
-  /// Whether inputs are numbers. An output that is NaN because of an input may have the bits that
-  /// mark what nobody wrote, so without it only bytes beside the outputs are watched.
-  bool numbers = true;
+  Watch watch = Watch::kAll;
+  /// Dimensions of inputs that have stride 0. The values must not differ along them.
+  std::vector<std::pair<TensorId, std::size_t>> repeated;
   int copies = 1;  ///< on a CUDA device: runs at once on streams of their own, with the same bits
 };
 
@@ -41,9 +53,9 @@ struct GuardedOutcome {
   std::string implementation;
 };
 
-/// The outputs; kInternal says which rule was broken:
+/// The outputs; kInternal says which rule was broken (of those that `watch` leaves):
 /// - outputs and workspace are full of NaN before the run, and every element is written
-/// (`numbers`);
+/// ;
 /// - nothing before, between or behind the elements of a tensor or the workspace is written;
 /// - inputs keep every bit;
 /// - a second run, if asked for, gives the same bits.

@@ -289,6 +289,26 @@ class Drawer {
     draw_.copies = static_cast<int>(between(1, 3));
     const int64_t sequences = draw_.problem.sequences();
     if (sequences > 1 && chance(30)) draw_.dyed = below(sequences);
+    draw_.wrong_list = chance(25) && sequences > 0 &&
+                       (draw_.problem.packed() || draw_.problem.has(kStateIndices) ||
+                        draw_.problem.has(kNumAccepted));
+    if (chance(12)) choose_repeats();
+  }
+
+  /// One dimension of some inputs, but of no state that a run writes and of nothing that a forward
+  /// made.
+  void choose_repeats() {
+    for (const TensorSpec& tensor : tensors_of(operation_)) {
+      const bool floats = tensor.dtypes != DTypeRule::kIndex && tensor.dtypes != DTypeRule::kInt32;
+      if (tensor.role == Role::kOutput || !draw_.problem.has(tensor.id) || !floats) continue;
+      if (tensor.id == kInitialState && draw_.state_in_place) continue;
+      if (!is_stage(operation_) && (tensor.id == kH || tensor.id == kAqk || tensor.id == kA)) {
+        continue;
+      }
+      const auto rank = static_cast<int64_t>(draw_.problem.canonical_layout(tensor.id).rank);
+      const auto dimension = static_cast<std::size_t>(below(rank));
+      if (chance(40)) draw_.repeated.emplace_back(tensor.id, dimension);
+    }
   }
 
   cases::Random random_;
@@ -315,6 +335,10 @@ std::string describe(const Draw& draw) {
   if (p.has(kStateIndices)) text += fmt::format(" pool of {}", p.sizes.P);
   if (draw.state_in_place) text += " in place";
   if (draw.dyed >= 0) text += fmt::format(" NaN in sequence {}", draw.dyed);
+  if (draw.wrong_list) text += " wrong list";
+  for (const auto& [id, dimension] : draw.repeated) {
+    text += fmt::format(" {}.stride({})=0", kda::name_of(id), dimension);
+  }
   text += fmt::format("; {};", name_of(draw.arrangement));
   for (const TensorSpec& tensor : tensors_of(p.operation)) {
     if (!p.has(tensor.id)) continue;

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "generate.h"
 #include "guard/run.h"
@@ -27,6 +29,10 @@ struct Draw {
   /// A sequence that a further run fills with NaN and the like, to see that it harms no other; -1:
   /// no such run.
   int64_t dyed = -1;
+  /// A further run gets a wrong cu_seqlens, state_indices or num_accepted.
+  bool wrong_list = false;
+  /// Dimensions along which an input repeats itself, by stride 0.
+  std::vector<std::pair<TensorId, std::size_t>> repeated;
 };
 
 Draw draw(uint64_t seed, int64_t number);

@@ -56,6 +56,12 @@ std::pair<int64_t, int64_t> rows_of_sequence(const Trial& trial, Rows rows, std:
   return {row, row < 0 ? row : row + 1};
 }
 
+/// Whether several places of the tensor are one, maybe of several sequences.
+bool repeats_itself(const Draw& draw, TensorId id) {
+  return std::any_of(draw.repeated.begin(), draw.repeated.end(),
+                     [&](const auto& repeat) { return repeat.first == id; });
+}
+
 int64_t row_count(const Problem& problem, Rows rows, const HostTensor& tensor) {
   return rows == Rows::kTokens ? problem.sizes.B * problem.sizes.T : tensor.shape[0];
 }
@@ -73,6 +79,7 @@ TensorMap dyed_inputs(const Trial& trial) {
     if (rows == Rows::kNone) continue;
     // Several sequences may read one slot.
     if (rows == Rows::kStates && problem.has(kStateIndices)) continue;
+    if (repeats_itself(trial.draw, id)) continue;
     const auto [begin, end] =
         rows_of_sequence(trial, rows, static_cast<std::size_t>(trial.draw.dyed));
     if (begin == end) continue;

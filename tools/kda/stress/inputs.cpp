@@ -120,6 +120,24 @@ HostTensor counts_of(const Case& c, uint64_t seed) {
   return tensor;
 }
 
+/// Every element becomes the first one along the dimension.
+void repeat(HostTensor& tensor, const TensorLayout& layout, std::size_t dimension) {
+  const int64_t extent = layout.shape[dimension];
+  const int64_t step = layout.stride[dimension];
+  for (int64_t i = 0; extent > 0 && i < tensor.count(); ++i) {
+    tensor.set(i, tensor.get(i - i / step % extent * step));
+  }
+}
+
+void repeat_all(const Draw& draw, TensorMap& tensors) {
+  for (const auto& [id, dimension] : draw.repeated) {
+    const auto found = tensors.find(id);
+    if (found != tensors.end()) {
+      repeat(found->second, draw.problem.canonical_layout(id), dimension);
+    }
+  }
+}
+
 }  // namespace
 
 Result<Case> inputs_of(const Draw& draw, uint64_t variant) {
@@ -128,12 +146,16 @@ Result<Case> inputs_of(const Draw& draw, uint64_t variant) {
   const Problem& problem = draw.problem;
   TensorMap tensors = std::move(c.inputs);
   c.inputs.clear();
-  // Saved tensors have to be those of the inputs as rounded; the inputs of a stage need not.
-  for (auto& [id, tensor] : tensors) {
-    if (problem.operation != Operation::kChunkBackward || !problem.has(id)) continue;
-    tensor = cases::converted(tensor, problem[id].dtype);
+  // Saved tensors have to be those of the inputs as rounded and repeated; the inputs of a stage
+  // need not.
+  if (problem.operation == Operation::kChunkBackward) {
+    for (auto& [id, tensor] : tensors) {
+      if (problem.has(id)) tensor = cases::converted(tensor, problem[id].dtype);
+    }
+    repeat_all(draw, tensors);
   }
   if (Status status = add_made_inputs(c, problem, tensors); !status.ok()) return status;
+  repeat_all(draw, tensors);
   if (problem.has(kCuSeqlens)) c.inputs[kCuSeqlens] = tensors.at(kCuSeqlens);
   for (const TensorSpec& tensor : tensors_of(problem.operation)) {
     if (tensor.role != Role::kInput || !problem.has(tensor.id)) continue;
@@ -143,6 +165,7 @@ Result<Case> inputs_of(const Draw& draw, uint64_t variant) {
       c.inputs[kNumAccepted] = counts_of(c, spec.seed);
     } else if (tensor.id == kInitialState && problem.has(kStateIndices)) {
       c.inputs[kInitialState] = pool_of(problem, spec.seed);
+      repeat_all(draw, c.inputs);
     } else if (tensor.id != kCuSeqlens) {
       c.inputs[tensor.id] = cases::converted(tensors.at(tensor.id), problem[tensor.id].dtype);
     }

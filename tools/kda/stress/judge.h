@@ -4,23 +4,10 @@
 #include <string>
 #include <vector>
 
-#include "case.h"
 #include "kda/backend.h"
-#include "stress/draw.h"
+#include "stress/trial.h"
 
 namespace kda::stress {
-
-/// A problem with its inputs and with what should come out.
-struct Trial {
-  Draw draw;
-  cases::Case inputs;
-  cases::TensorMap earlier;   ///< other values of the inputs, for the first launch of a graph
-  cases::TensorMap expected;  ///< by the float64 reference, as fp64 tensors
-  cases::TensorMap emulated;  ///< what 16-bit rounding alone makes of the same inputs
-};
-
-/// `on_device`: also makes `earlier` and `emulated`, which the CPU's implementations do not need.
-Result<Trial> prepare(const Draw& draw, bool on_device);
 
 /// Something that is not as it must be.
 struct Fault {

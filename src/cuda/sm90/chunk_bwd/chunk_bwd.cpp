@@ -1,5 +1,6 @@
 // The backward on Hopper: prep -> re-scan (h, v_new) -> reverse scan (dh, R) -> grad, parallel over
 // chunks, then the generic launches that end the sums over chunks and groups of value heads.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <string>
@@ -7,6 +8,7 @@
 
 #include <fmt/format.h>
 
+#include "core/head_slices.h"
 #include "cuda/generic/pipeline.h"
 #include "cuda/sm90/chunk_bwd/chunk_bwd_op.h"
 #include "cuda/sm90/chunk_bwd/grad.h"
@@ -55,6 +57,7 @@ void walk(Pipeline& run, const PrepParams& prep, GradParams& grad) {
   scan.h_row_count = prep.sequences.chunk_rows;
   scan.heads = prep.heads;
   scan.chunk_size = kChunk;
+  scan.side_by_side = 2;
   const int64_t rows = prep.sequences.chunk_rows;
   scan.v = run[kV];
   scan.o = grad.v_new = scratch_bf16(run, {s.B, s.T, s.HV, s.V});
@@ -64,7 +67,8 @@ void walk(Pipeline& run, const PrepParams& prep, GradParams& grad) {
   run(launch_scan, ScanLaunch{"sm90_chunk_bwd_rescan", scan, kernels.rescan});
 
   scan.v = run[kDo];
-  scan.o = grad.R = scratch_bf16(run, {s.B, s.T, s.HV, s.V});
+  // dv = m beta R: grad replaces each element by the one that it reads.
+  scan.o = grad.R = run.has(kDv) ? run[kDv] : scratch_bf16(run, {s.B, s.T, s.HV, s.V});
   scan.h = grad.dh = scratch_bf16(run, {rows, s.HV, s.K, s.V});
   scan.initial_state = run.state(kDfinalState);
   scan.final_state = run.state(kDinitialState);
@@ -166,6 +170,25 @@ std::string obstacle_of(const Problem& problem) {
   return uneven_rows(problem, {kQ, kK, kV, kG, kDo, kDq, kDk, kDv, kDg});
 }
 
+/// Slices of heads, so that the workspace stays beside what the step leaves: S1 of the performance
+/// suite has 1.0 GB of outputs and may take 2.5 GB over its inputs.
+Result<int64_t> slices_of(const Problem& problem, const Device& device) {
+  constexpr int64_t kAlwaysFine = 256'000'000;
+  const Result<std::size_t> workspace = measure_workspace(problem, chunk_bwd);
+  if (!workspace.ok()) return workspace.status();
+  int64_t outputs = problem.bytes(kV);  // o of the forward
+  for (const TensorSpec& spec : tensors_of(problem.operation)) {
+    if (spec.role == Role::kOutput) outputs += problem.bytes(spec.id);
+  }
+  int sms = 0;
+  cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device.index);
+  const Sizes& s = problem.sizes;
+  const int64_t columns = s.V % (kMostGroups * kGroupColumns) == 0 ? 2 : 1;
+  return count_slices(
+      {s.H, static_cast<int64_t>(*workspace), std::max(kAlwaysFine, outputs + outputs / 3),
+       2 * problem.sequences() * (s.HV / s.H) * s.V / (columns * kGroupColumns), std::max(sms, 1)});
+}
+
 }  // namespace
 
 Result<std::unique_ptr<Executor>> make_chunk_bwd(const Problem& problem, const Device& device,
@@ -174,7 +197,9 @@ Result<std::unique_ptr<Executor>> make_chunk_bwd(const Problem& problem, const D
   if (std::string obstacle = obstacle_of(problem); !obstacle.empty()) {
     return Status(StatusCode::kUnsupported, std::move(obstacle));
   }
-  return make_pipeline(problem, device, chunk_bwd);
+  const Result<int64_t> slices = slices_of(problem, device);
+  if (!slices.ok()) return slices.status();
+  return make_pipeline(problem, device, chunk_bwd, *slices);
 }
 
 }  // namespace kda::cuda::sm90

@@ -1,15 +1,38 @@
 #include "cuda/sm90/chunk_bwd/grad.h"
 
+#include <algorithm>
+#include <cstdint>
+
 #include "cuda/launch.h"
 #include "cuda/sm90/chunk_bwd/instances/grad_instances.h"
+#include "cuda/tensor_map.h"
 
 namespace kda::cuda::sm90 {
 
 Status launch_grad(const GradParams& params, bool, cudaStream_t stream) {
-  const GradKernel grad = params.heads.K == 64 ? grad_bf16_k64() : grad_bf16_k128();
-  return launch({"sm90_chunk_bwd_grad", params.sequences.chunk_rows * params.heads.HV,
-                 2 * params.heads.K, grad.shared_bytes},
-                grad.kernel, params, stream);
+  const Heads& heads = params.heads;
+  const GradKernel grad =
+      heads.K == 64 ? grad_bf16_k64(params.gate.kind) : grad_bf16_k128(params.gate.kind);
+  const int64_t items = params.sequences.chunk_rows * heads.HV;
+  if (items == 0) return {};
+  const GradParams& p = params;
+  GradLaunchParams launched{
+      p, {p.q, p.k, p.gate.g, p.v, p.grad_o, p.R, p.v_new, p.dq, p.dk, p.dv, p.dg}, {}, {}};
+  const int32_t width = kGradColumns;
+  const TensorMapShape shape{
+      {heads.V, heads.K, items, 1}, {1, heads.V, heads.V * heads.K, 0}, {width, heads.K, 1, 1}};
+  Status status = make_tensor_map(launched.h_map, "h", params.h, shape);
+  if (status.ok()) status = make_tensor_map(launched.dh_map, "dh", params.dh, shape);
+  if (!status.ok()) return status;
+  int device = 0;
+  int sms = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+  const int64_t blocks = params.most_blocks > 0 ? params.most_blocks : sms * grad.blocks_per_sm;
+  void* arguments[] = {&launched};
+  return launch_raw(
+      {"sm90_chunk_bwd_grad", std::min(items, blocks), 2 * heads.K, grad.shared_bytes},
+      reinterpret_cast<const void*>(grad.kernel), arguments, stream);
 }
 
 }  // namespace kda::cuda::sm90

@@ -28,29 +28,34 @@
 
 namespace kda::cuda::sm90 {
 
-namespace ptx = ::cuda::ptx;
-
-template <int K>
+template <int K, int GATE>
 struct GradBlock {
   using Traits = GradTraits<K>;
-  static constexpr int kValueRows = kChunk * 8 / Traits::kThreads;  ///< of a thread
+
+  /// What the walk over V leaves: accumulators and the sums of CUDA cores.
+  struct ValueSums {
+    float S[32];
+    float dkx[16];
+    float scores[16];
+    float2 state_product{0, 0};  ///< of the channels of multiply_states
+    float value_product[Traits::kValueRows] = {};
+  };
 
   GradShared<K>& shared;
-  const GradParams& p;
+  const GradLaunchParams& p;
   const GradWork& work;
   int tid;
   int warp;
   int lane;
 
-  /// Copies have landed everywhere, visible to wgmma.
-  static __device__ __forceinline__ void wait_for_tiles() {
-    wait_for_copies<0>();
+  /// This thread's copies have landed: all have, visible to wgmma.
+  __device__ __forceinline__ void fence_tiles(int v0) const {
     ptx::fence_proxy_async(ptx::space_shared);
+    wait_for(&shared.states_full, (work.tiles + static_cast<uint32_t>(v0 / kGradColumns)) % 2);
     __syncthreads();
   }
 
-  __device__ __forceinline__ void issue_value_products(float (&S)[32], float (&dkx)[16],
-                                                       float (&scores)[16], bool add) const {
+  __device__ __forceinline__ void issue_value_products(ValueSums& sums, bool add) const {
     const int group = warp / 4;
     const uint32_t half = static_cast<uint32_t>(group) * 64 * kPanelRowBytes;
     const PanelTile<K> h{shared_address(shared.value.h) + half};
@@ -60,52 +65,78 @@ struct GradBlock {
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kGradColumns / 16; ++step) {
-      wgmma_ss<Bf16, Major::kSummed, Major::kSummed>(S, h.columns(step), do_R.columns(step),
+      wgmma_ss<Bf16, Major::kSummed, Major::kSummed>(sums.S, h.columns(step), do_R.columns(step),
                                                      add || step > 0);
     }
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kGradColumns / 16; ++step) {
-      wgmma_ss<Bf16, Major::kSummed, Major::kSummed>(dkx, dh.columns(step), v_new.columns(step),
-                                                     add || step > 0);
+      wgmma_ss<Bf16, Major::kSummed, Major::kSummed>(sums.dkx, dh.columns(step),
+                                                     v_new.columns(step), add || step > 0);
     }
     // Every warpgroup, though the first one's would do: a branch here would split the group.
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kGradColumns / 16; ++step) {
-      wgmma_ss<Bf16, Major::kSummed, Major::kSummed>(scores, do_R.columns(step),
+      wgmma_ss<Bf16, Major::kSummed, Major::kSummed>(sums.scores, do_R.columns(step),
                                                      v_new.columns(step), add || step > 0);
     }
     wgmma_commit();
   }
 
-  /// All products over V. q, k and the first tiles are on their way.
-  __device__ __forceinline__ void walk_values(float (&S)[32], float (&dkx)[16],
-                                              float (&scores)[16]) const {
-    float state_product = 0;
-    float value_product[kValueRows] = {};
+  /// The products of columns v0 .. of V, whose tiles are on their way; LATER groups of copies after
+  /// them.
+  template <int LATER>
+  __device__ __forceinline__ void take_values(ValueSums& sums, int v0) const {
+    uint4 v[Traits::kValueRows];
+    load_v<K>(v, p, work, v0);
+    wait_for_copies<LATER>();
+    fence_tiles(v0);
+    issue_value_products(sums, v0 > 0);
+    sums.state_product = multiply_states(shared, sums.state_product);
+    finish_values(shared, p, work, v0, v, sums.value_product);
+    wgmma_wait<0>();
+  }
+
+  /// The products of all columns but the first 64; those of the next are on their way.
+  __device__ __forceinline__ void walk_values(ValueSums& sums) const {
     const int V = static_cast<int>(p.heads.V);
 #pragma unroll 1
-    for (int v0 = 0; v0 < V; v0 += kGradColumns) {
+    for (int v0 = kGradColumns; v0 < V; v0 += kGradColumns) {
       asm volatile("" : "+r"(v0));  // addresses are formed here, not kept across the products
-      if (v0 > 0) {
-        __syncthreads();
-        load_value_tiles(shared, p, work, v0);
-        commit_copies();
-      }
-      wait_for_tiles();
-      issue_value_products(S, dkx, scores, v0 > 0);
-      state_product = multiply_states(shared, state_product);
-      finish_values(shared, p, work, v0, value_product);
-      wgmma_wait<0>();
+      take_values<0>(sums, v0);
+      if (v0 + kGradColumns >= V) break;
+      __syncthreads();
+      load_value_tiles(shared, p, work, v0 + kGradColumns);
+      commit_copies();
     }
-    shared.state_product[tid / K][tid % K] = state_product;
+  }
+
+  __device__ __forceinline__ void put_value_sums(const ValueSums& sums) const {
+    if (lane / 8 == lane % 4) {
+      float* const to = shared.state_product + 16 * warp + lane / 4;
+      to[0] = sums.state_product.x;
+      to[8] = sums.state_product.y;
+    }
 #pragma unroll
-    for (int i = 0; i < kValueRows; ++i) {
-      float sum = value_product[i];
+    for (int i = 0; i < Traits::kValueRows; ++i) {
+      float sum = sums.value_product[i];
       for (int step = 4; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-      if (tid % 8 == 0) shared.value_product[tid / 8 + i * (kChunk / kValueRows)] = sum;
+      if (tid % 8 == 0) shared.value_product[tid / 8 + i * (kChunk / Traits::kValueRows)] = sum;
     }
+    if (warp < 4) put_scores_gradient(shared, sums.scores, p.scale, p.mantissa, warp, lane);
+  }
+
+  /// G and the norms from the raw rows.
+  __device__ __forceinline__ void put_decays() const {
+    constexpr int kTokens = Traits::kTokens;
+    const ColumnPair<K> at;
+    float2 G[kTokens];
+    sum_decays<K, GATE>(shared, p, G, at.segment * kTokens, at.column, work.chunk.rows);
+    put_pair(&shared.totals[at.segment][at.column], G[kTokens - 1]);
+    find_norms(shared, p);
+    __syncthreads();
+    put_gates(shared, G, at.segment, at.column);
   }
 
   /// S += [dq2 | z]^T, all but the rows' factor.
@@ -135,64 +166,110 @@ struct GradBlock {
     wgmma_wait<0>();
   }
 
-  __device__ __forceinline__ void run() const {
-    const int column = tid % Traits::kPairs * 2;
-    const int segment = tid / Traits::kPairs;
-    load_qk(shared, p, work);
-    commit_copies();
-    load_value_tiles(shared, p, work, 0);
-    commit_copies();
-    {
-      constexpr int kTokens = Traits::kTokens;
-      float2 G[kTokens];
-      load_gates(G, p.gate.g, work.chunk, work.hv, segment * kTokens, column);
-      sum_gates(G, p.gate, work.hv, work.chunk.rows - segment * kTokens, column);
-      put_pair(&shared.totals[segment][column], G[kTokens - 1]);
-      wait_for_copies<1>();
-      __syncthreads();
-      load_tokens(shared, p, work);
-      put_gates(shared, G, segment, column);
-    }
-    float S[32];
-    float dkx[16];
-    {
-      float scores[16];
-      walk_values(S, dkx, scores);
-      if (warp < 4) put_scores_gradient(shared, scores, p.scale, p.mantissa, warp, lane);
-    }
+  /// One item. The tiles of its first columns of V are on their way, then its rows; leaves those of
+  /// `next` so.
+  __device__ __forceinline__ void run(const GradWork& next) const {
+    ValueSums sums;
+    take_values<1>(sums, 0);
+    wait_for_copies<0>();
     __syncthreads();
-    const bool far = put_intra_tiles(shared, segment, column);
+    if (p.heads.V > kGradColumns) load_value_tiles(shared, p, work, kGradColumns);
+    commit_copies();
+    put_decays();
+    walk_values(sums);
+    put_value_sums(sums);
+    __syncthreads();
+    const bool far = put_intra_tiles(shared);
     ptx::fence_proxy_async(ptx::space_shared);
     const bool has_far = __syncthreads_or(far) != 0;
     GradFinish<K> finish(shared, p, work, warp, lane);
-    finish.scale_rows(S);
-    multiply_rows(S);
+    finish.scale_rows(sums.S);
+    multiply_rows(sums.S);
     float x[24];
     multiply_columns(x);
     float W[16];
-    finish.combine_all(S, dkx, x, W, has_far);
+    finish.combine_all(sums.S, sums.dkx, x, W, has_far);
     __syncthreads();
-    int place = lane;
-    asm volatile("" : "+r"(place));  // addresses are formed again, not kept across combine_all
-    GradFinish<K>(shared, p, work, warp, place).store_all(S, dkx, W);
+    if (next.chunk.rows > 0) load_value_tiles(shared, p, next, 0);
+    commit_copies();
+    if (next.chunk.rows > 0) prefetch_v<K>(p, next);
+    const GradScalars scalars = load_scalars(p, next);
+    GradFinish<K>(shared, p, work, warp, thread_index() % 32)
+        .template store_all<GATE>(sums.S, sums.dkx, W);
+    if (next.chunk.rows == 0) return;
+    __syncthreads();
+    load_key_rows(shared, p, next);
+    commit_copies();
+    put_scalars(shared, p, next.chunk.rows, scalars);
   }
 };
 
-template <int K>
+/// Into `work`: the first item from `item` on, in this block's steps, that has rows; one without
+/// rows if there is none. By one warp.
+__device__ __forceinline__ void find_grad_work(const GradLaunchParams& p, uint32_t item,
+                                               GradWork& work) {
+  const int lane = thread_index() % 32;
+  const auto HV = static_cast<uint32_t>(p.heads.HV);
+  const auto count = static_cast<uint32_t>(p.sequences.chunk_rows) * HV;
+  Chunk chunk{};
+  uint32_t found = item;
+  for (; item < count; item += gridDim.x) {
+    found = item;
+    chunk = small_chunk_of(p.sequences, item / HV);
+    if (chunk.rows > 0) break;
+    clear_partial(p, item / HV, item % HV, lane);
+  }
+  if (item >= count) chunk.rows = 0;
+  const uint32_t hv = found % HV;
+  const uint32_t head = hv / static_cast<uint32_t>(p.heads.group);
+  if (lane < kGradRows) {
+    const Tensor& t = p.rows[lane];
+    const int64_t offset = token_offset(t, chunk.batch, chunk.begin, lane <= kRowsK ? head : hv);
+    const bool narrow = t.dtype == kBFloat16 || t.dtype == kFloat16;
+    work.rows[lane] = static_cast<std::byte*>(t.data) + offset * (narrow ? 2 : 4);
+  }
+  if (lane > 0) return;
+  work.chunk = chunk;
+  work.item = found;
+  work.row = found / HV;
+  work.hv = hv;
+  work.head = head;
+  work.after = item + gridDim.x;
+}
+
+template <int K, int GATE>
 __global__ void __launch_bounds__(GradTraits<K>::kThreads, GradTraits<K>::kBlocksPerSm)
-    sm90_chunk_bwd_grad(const __grid_constant__ GradParams p) {
+    sm90_chunk_bwd_grad(const __grid_constant__ GradLaunchParams p) {
   extern __shared__ __align__(1024) unsigned char dynamic[];
   auto& shared = *reinterpret_cast<GradShared<K>*>(dynamic);
-  const auto HV = static_cast<uint32_t>(p.heads.HV);
-  GradWork work;
-  work.row = blockIdx.x / HV;
-  work.hv = blockIdx.x % HV;
-  work.head = work.hv / static_cast<uint32_t>(p.heads.group);
-  work.chunk = small_chunk_of(p.sequences, blockIdx.x / HV);
-  if (work.chunk.rows == 0) return clear_partial(p, work.row, work.hv);
-  const int tid = static_cast<int>(threadIdx.x);
-  const int warp = __shfl_sync(~0u, tid / 32, 0);
-  GradBlock<K>{shared, p, work, tid, warp, tid % 32}.run();
+  if (threadIdx.x == 0) {
+    ptx::mbarrier_init(&shared.states_full, 1);
+    ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+    shared.work[0].tiles = 0;
+  }
+  if (threadIdx.x < 32) find_grad_work(p, blockIdx.x, shared.work[0]);
+  __syncthreads();
+  if (shared.work[0].chunk.rows == 0) return;
+  load_value_tiles(shared, p, shared.work[0], 0);
+  commit_copies();
+  load_key_rows(shared, p, shared.work[0]);
+  commit_copies();
+  put_scalars(shared, p, shared.work[0].chunk.rows, load_scalars(p, shared.work[0]));
+#pragma unroll 1
+  for (int at = 0;; at ^= 1) {
+    const GradWork& work = shared.work[at];
+    GradWork& next = shared.work[at ^ 1];
+    const int tid = thread_index();
+    const int warp = __shfl_sync(~0u, tid / 32, 0);
+    if (warp == 0) {
+      find_grad_work(p, work.after, next);
+      if (tid == 0) {
+        next.tiles = work.tiles + static_cast<uint32_t>(p.heads.V) / kGradColumns;
+      }
+    }
+    GradBlock<K, GATE>{shared, p, work, tid, warp, tid % 32}.run(next);
+    if (next.chunk.rows == 0) return;
+  }
 }
 
 }  // namespace kda::cuda::sm90

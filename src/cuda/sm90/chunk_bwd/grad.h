@@ -2,12 +2,15 @@
 // once the scans of both directions have left what enters and leaves it.
 #pragma once
 
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include "cuda/params.h"
 #include "kda/status.h"
 
 namespace kda::cuda::sm90 {
+
+inline constexpr int kGradColumns = 64;  ///< of V at a time
 
 /// Everything is linear in (do, dfinal_state). With scale = m 2^e, 1 <= |m| < 2, the reverse scan
 /// leaves R / m and dh / m in 16 bits.
@@ -27,6 +30,29 @@ struct GradParams {
   bool qk_l2norm = false;    ///< q, k are normalised before use
   bool undo_l2norm = false;  ///< dq, dk are those of the inputs, (3.3); group == 1 only
   bool beta_sigmoid = false;
+  int32_t most_blocks = 0;  ///< 0: as many as fill the GPU
+};
+
+/// The tensors of whose rows a block keeps the first addresses.
+enum GradRows : int {
+  kRowsQ,
+  kRowsK,
+  kRowsG,
+  kRowsV,
+  kRowsDo,
+  kRowsR,
+  kRowsVNew,
+  kRowsDq,
+  kRowsDk,
+  kRowsDv,
+  kRowsDg,
+  kGradRows
+};
+
+/// GradParams and what the launch adds.
+struct GradLaunchParams : GradParams {
+  Tensor rows[kGradRows];
+  CUtensorMap h_map, dh_map;  ///< boxes of 64 columns x K channels
 };
 
 Status launch_grad(const GradParams& params, bool fp64, cudaStream_t stream);

@@ -1,6 +1,7 @@
 // The last part of grad: (5.32), (5.33), the backward of l2norm, gates and beta, and the stores.
 #pragma once
 
+#include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/stmatrix.cuh"
 #include "cuda/sm90/chunk_bwd/grad_gates.cuh"
 #include "cuda/sm90/chunk_bwd/grad_intra.cuh"
@@ -51,76 +52,109 @@ struct GradFinish {
     });
   }
 
-  /// A rounded operand of the intra products.
-  static __device__ __forceinline__ float operand(const unsigned char* panel, int row, int k) {
-    return __bfloat162float(
-        *reinterpret_cast<const Bf16*>(panel + unit_offset(row, k % 64 / 8) + k % 8 * 2));
+  /// Sixteen tokens' elements of a bf16 tile [tokens][channels] at this thread's places: register
+  /// 2 c + i holds channel(c), token(i, 0) and token(i, 1). `address`: of this lane's row.
+  struct Fragment {
+    uint32_t pairs[4];
+    __device__ __forceinline__ explicit Fragment(uint32_t address) {
+      ldmatrix_transposed(pairs, address);
+    }
+    __device__ __forceinline__ float operator()(int i, int c, int e) const {
+      const float2 pair = unpack<Bf16>(pairs[2 * c + i % 2]);
+      return e == 0 ? pair.x : pair.y;
+    }
+  };
+  /// The lane's row and unit of a tile of q or k, of block 0.
+  __device__ __forceinline__ uint32_t tile_row(const Bf16 (&tile)[kChunk][Traits::kStride]) const {
+    return shared_address(&tile[lane % 16][16 * warp + lane / 16 * 8]);
+  }
+  /// The same in a panel.
+  __device__ __forceinline__ uint32_t panel_row(const unsigned char* panel) const {
+    return shared_address(panel) + unit_offset(lane % 16, 2 * (warp % 4) + lane / 16);
   }
 
-  /// (5.32) of everything but far pairs: S -> [dq | dk], dkx -> k . dkx, W, and each token's sums
-  /// over this thread's channels. x is dkc before the columns' factors, arranged.
+  /// (5.32) of a block of 16 tokens: S -> [dq | dk], dkx -> k . dkx, W, and each token's sums over
+  /// the warp's channels. x is dkc before the columns' factors, arranged.
   ///
   /// A pair of tokens enters W of both with opposite signs, and dg of the tokens before takes the
   /// sum. There the rounding of its operands has to cancel too, so W multiplies the sums by the
   /// operands as they were rounded.
-  __device__ __forceinline__ void combine(float (&S)[32], float (&dkx)[16], const float (&x)[24],
-                                          float (&W)[16], float (&sums)[3][8]) const {
+  template <int BLOCK>
+  __device__ __forceinline__ void combine_block(float (&S)[32], float (&dkx)[16],
+                                                const float (&x)[24], float (&W)[16],
+                                                bool has_far) const {
     const ChannelGate gate[2] = {gate_of(0), gate_of(1)};
-    const unsigned char* const rows = shared.intra.rows[warp / 4];
-    const unsigned char* const columns = shared.intra.columns[warp / 4];
-    GradLane::each([&](int r, int i, int c, int e) {
+    const uint32_t rows = panel_row(shared.intra.rows[warp / 4]);
+    const uint32_t columns = panel_row(shared.intra.columns[warp / 4]);
+    float sums[3][4] = {};
+    constexpr uint32_t kBlockBytes = kBlock * kPanelRowBytes;
+    const auto each = [](auto f) { GradLane::each<2 * BLOCK, 2 * BLOCK + 2>(f); };
+    {
+      const Fragment q_up(rows + BLOCK * kBlockBytes);
+      each([&](int r, int i, int c, int e) { W[r] = q_up(i, c, e) * S[r]; });
+      const Fragment k_up(rows + (2 + BLOCK) * kBlockBytes);
+      each([&](int r, int i, int c, int e) { W[r] = fmaf(k_up(i, c, e), S[16 + r], W[r]); });
+      const Fragment down(columns + 2 * BLOCK * kBlockBytes);
+      each(
+          [&](int r, int i, int c, int e) { W[r] = fmaf(-down(i, c, e), x[r + 8 * BLOCK], W[r]); });
+    }
+    if constexpr (BLOCK == 0) {
+      const Fragment cross(columns + kBlockBytes);
+      each([&](int r, int i, int c, int e) { W[r] = fmaf(-cross(i, c, e), x[8 + r], W[r]); });
+    }
+    constexpr uint32_t kTileBytes = BLOCK * kBlock * Traits::kStride * sizeof(Bf16);
+    const Fragment q(tile_row(shared.q) + kTileBytes);
+    const Fragment k(tile_row(shared.k) + kTileBytes);
+    each([&](int r, int i, int c, int e) {
       const int t = at.token(i, e);
-      const int channel = at.channel(c);
-      const int block = i / 2;
-      const float g = shared.G[t][channel];
-      const float down = gate[c].far[block] ? 0 : exp2_of(gate[c].first[block] - g);
-      const float diagonal = x[r + 8 * block];
-      float w =
-          fmaf(operand(rows, t, channel), S[r], operand(rows, kChunk + t, channel) * S[16 + r]);
-      w = fmaf(-operand(columns, t + block * kBlock, channel), diagonal, w);
-      float dkc = down * diagonal;
-      if (block == 0) {
-        w = fmaf(-operand(columns, kBlock + t, channel), x[8 + r], w);
-        dkc = fmaf(exp2_of(gate[c].first[1] - g), x[8 + r], dkc);
-      }
-      W[r] = w;
-      const float up = exp2_of(g - gate[c].first[block]);
-      const float y = q(i, c, e);
-      const float z = k(i, c, e);
+      const float g = shared.G[t][at.channel(c)];
+      const float down = gate[c].far[BLOCK] ? 0 : exp2_of(gate[c].first[BLOCK] - g);
+      float dkc = down * x[r + 8 * BLOCK];
+      if (BLOCK == 0) dkc = fmaf(exp2_of(gate[c].first[1] - g), x[8 + r], dkc);
+      const float up = exp2_of(g - gate[c].first[BLOCK]);
+      const float y = q(i, c, e) * shared.norm[0][t];
+      const float z = k(i, c, e) * shared.norm[1][t];
       const float d = shared.diagonal[t];
       const float kr = up * S[16 + r];
       const float last = p.mantissa * exp2_of(gate[c].end - g) * dkx[r];
       S[r] = fmaf(d, z, up * S[r]);
       S[16 + r] = fmaf(shared.beta[t], kr, last) + fmaf(d, y, dkc);
       dkx[r] = last * z;
-      sums[kKeySum][2 * i + e] += kr * z;
-      sums[kQueryNorm][2 * i + e] += S[r] * y;
-      sums[kKeyNorm][2 * i + e] += S[16 + r] * z;
+      const int own = 2 * (i % 2) + e;
+      sums[kKeySum][own] += kr * z;
+      sums[kQueryNorm][own] += S[r] * y;
+      sums[kKeyNorm][own] += S[16 + r] * z;
     });
+    if (has_far) add_far<BLOCK>(S, W, sums);
+    put_sums<BLOCK>(kKeySum, sums[kKeySum]);
+    if (!p.undo_l2norm) return;
+    put_sums<BLOCK>(kQueryNorm, sums[kQueryNorm]);
+    put_sums<BLOCK>(kKeyNorm, sums[kKeyNorm]);
   }
 
   /// One element at a time: unrolled, the rare path would take the common one's registers.
+  template <int BLOCK>
   __device__ __forceinline__ void add_far(float (&S)[32], float (&W)[16],
-                                          float (&sums)[3][8]) const {
+                                          float (&sums)[3][4]) const {
 #pragma unroll 1
-    for (int r = 0; r < 16; ++r) {
+    for (int r = 8 * BLOCK; r < 8 * BLOCK + 8; ++r) {
       const int c = r / 2 % 2;
       const ChannelGate gate = gate_of(c);
-      if (!(r < 8 ? gate.far[0] : gate.far[1])) continue;
+      if (!gate.far[BLOCK]) continue;
       const int t = at.token(r / 4, r % 2);
       const float3 sum = far_sums(shared, t, at.channel(c));
       const float y = q(r / 4, c, r % 2);
       const float z = k(r / 4, c, r % 2);
       const float row = shared.beta[t] * sum.y;
 #pragma unroll
-      for (int i = 0; i < 16; ++i) {
+      for (int i = 8 * BLOCK; i < 8 * BLOCK + 8; ++i) {
         S[i] += i == r ? sum.x : 0;
         S[16 + i] += i == r ? row + sum.z : 0;
         W[i] += i == r ? fmaf(y, sum.x, z * (row - sum.z)) : 0;
       }
 #pragma unroll
-      for (int token = 0; token < 8; ++token) {
-        const bool own = token == r / 4 * 2 + r % 2;
+      for (int token = 0; token < 4; ++token) {
+        const bool own = token == r / 4 % 2 * 2 + r % 2;
         sums[kKeySum][token] += own ? sum.y * z : 0;
         sums[kQueryNorm][token] += own ? sum.x * y : 0;
         sums[kKeyNorm][token] += own ? (row + sum.z) * z : 0;
@@ -128,25 +162,22 @@ struct GradFinish {
     }
   }
 
-  /// Sums over the channels of a warp of x[token][..], to `partial`.
-  __device__ __forceinline__ void put_sums(int which, float (&x)[8]) const {
+  /// Sums over the channels of a warp of x[token of the block], to `partial`. Each step halves the
+  /// tokens that a lane has.
+  template <int BLOCK>
+  __device__ __forceinline__ void put_sums(int which, float (&x)[4]) const {
 #pragma unroll
-    for (int t = 0; t < 8; ++t) {
-      for (int step = 4; step < 32; step *= 2) x[t] += __shfl_xor_sync(~0u, x[t], step);
-    }
-    if (lane >= 4) return;
+    for (int half = 2; half > 0; half /= 2) {
+      const bool upper = (lane & (8 * half)) != 0;
 #pragma unroll
-    for (int t = 0; t < 8; ++t) shared.partial[which][warp][at.token(t / 2, t % 2)] = x[t];
-  }
-
-  /// (3.13) behind a sigmoid.
-  __device__ __forceinline__ void store_dbeta(int t, float dbeta) const {
-    const int64_t token = work.chunk.begin + t;
-    if (p.beta_sigmoid) {
-      const float x = load<float>(p.beta, token_offset(p.beta, work.chunk.batch, token, work.hv));
-      dbeta *= p.beta_factor * sigmoid(x) * sigmoid(-x);
+      for (int t = 0; t < half; ++t) {
+        const float other = __shfl_xor_sync(~0u, upper ? x[t] : x[t + half], 8 * half);
+        x[t] = (upper ? x[t + half] : x[t]) + other;
+      }
     }
-    store<float>(p.dbeta, token_offset(p.dbeta, work.chunk.batch, token, work.hv), dbeta);
+    const float sum = x[0] + __shfl_xor_sync(~0u, x[0], 4);
+    const int t = lane / 8;
+    if (lane % 8 < 4) shared.partial[which][warp][at.token(2 * BLOCK + t / 2, t % 2)] = sum;
   }
 
   /// Adds the warps' sums; dbeta.
@@ -161,69 +192,75 @@ struct GradFinish {
       for (int w = 0; w < Traits::kWarps; ++w) sum += shared.partial[which][w][t];
       shared.sums[which][t] = sum;
       if (which == kKeySum && t < work.chunk.rows && p.dbeta.data != nullptr) {
-        store_dbeta(t, fmaf(p.mantissa, shared.value_product[t], sum));
+        store<float>(
+            p.dbeta, token_offset(p.dbeta, work.chunk.batch, work.chunk.begin + t, work.hv),
+            shared.beta_slope[t] * fmaf(p.mantissa, shared.value_product[t], sum));  // (3.13)
       }
     }
   }
 
   /// (3.3).
   __device__ __forceinline__ void undo_norms(float (&S)[32]) const {
-    GradLane::each([&](int r, int i, int c, int e) {
-      const int t = at.token(i, e);
-      S[r] = shared.norm[0][t] * fmaf(-q(i, c, e), shared.sums[kQueryNorm][t], S[r]);
-      S[16 + r] = shared.norm[1][t] * fmaf(-k(i, c, e), shared.sums[kKeyNorm][t], S[16 + r]);
-    });
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+      const uint32_t bytes = static_cast<uint32_t>(block * kBlock * Traits::kStride * 2);
+      const Fragment q(tile_row(shared.q) + bytes);
+      const Fragment k(tile_row(shared.k) + bytes);
+#pragma unroll
+      for (int r = 8 * block; r < 8 * block + 8; ++r) {
+        const int i = r / 4;
+        const int c = r / 2 % 2;
+        const int e = r % 2;
+        const int t = at.token(i, e);
+        const float y = q(i, c, e) * shared.norm[0][t];
+        const float z = k(i, c, e) * shared.norm[1][t];
+        S[r] = shared.norm[0][t] * fmaf(-y, shared.sums[kQueryNorm][t], S[r]);
+        S[16 + r] = shared.norm[1][t] * fmaf(-z, shared.sums[kKeyNorm][t], S[16 + r]);
+      }
+    }
   }
 
-  /// (5.33), over G of this warp's channels. Sums from the last token on of W and of all tokens
-  /// before of k . dkx.
+  /// (5.33): dg of token t is that of the first token and k . dkx - W of all tokens before t. Over
+  /// G of this warp's channels: the steps k . dkx - W; their sums by segments of 8 tokens.
   __device__ __forceinline__ void sum_tokens(const float (&W)[16], const float (&X)[16]) const {
     const float end[2] = {shared.G[kChunk - 1][at.channel(0)], shared.G[kChunk - 1][at.channel(1)]};
     __syncwarp();
+    const bool upper = (lane & 2) != 0;
+    const bool odd = (lane & 1) != 0;
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int channel = at.channel(c);
-      float before = p.mantissa * exp2_of(end[c]) *
-                     (shared.state_product[0][channel] + shared.state_product[1][channel]);
-      float dg[8];
+      float all = 0;
+      float steps[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float x = X[4 * i + 2 * c];
-        float sum = x + X[4 * i + 2 * c + 1];
-        for (int step = 1; step < 4; step *= 2) {
-          const float other = __shfl_up_sync(~0u, sum, step, 4);
-          if (lane % 4 >= step) sum += other;
-        }
-        float own = __shfl_up_sync(~0u, sum, 1, 4);
-        own = before + (lane % 4 == 0 ? 0 : own);
-        dg[2 * i] = own;
-        dg[2 * i + 1] = own + x;
-        before += __shfl_sync(~0u, sum, 3, 4);
+        const int r = 4 * i + 2 * c;
+        const float2 step{X[r] - W[r], X[r + 1] - W[r + 1]};
+        shared.G[at.token(i, 0)][channel] = step.x;
+        shared.G[at.token(i, 1)][channel] = step.y;
+        steps[i] = step.x + step.y;
+        all += W[r] + W[r + 1];
       }
-      float after = 0;
+      // Four sums over the quad's four lanes: each lane ends with one.
 #pragma unroll
-      for (int i = 3; i >= 0; --i) {
-        const float w = W[4 * i + 2 * c + 1];
-        float sum = W[4 * i + 2 * c] + w;
-        for (int step = 1; step < 4; step *= 2) {
-          const float other = __shfl_down_sync(~0u, sum, step, 4);
-          if (lane % 4 + step < 4) sum += other;
-        }
-        float own = __shfl_down_sync(~0u, sum, 1, 4);
-        own = after + (lane % 4 == 3 ? 0 : own) + w;
-        dg[2 * i + 1] += own;
-        dg[2 * i] += own + W[4 * i + 2 * c];
-        after += __shfl_sync(~0u, sum, 0, 4);
+      for (int i = 0; i < 2; ++i) {
+        const float other = __shfl_xor_sync(~0u, upper ? steps[i] : steps[i + 2], 2);
+        steps[i] = (upper ? steps[i + 2] : steps[i]) + other;
       }
-#pragma unroll
-      for (int t = 0; t < 8; ++t) shared.G[at.token(t / 2, t % 2)][channel] = dg[t];
+      const float other = __shfl_xor_sync(~0u, odd ? steps[0] : steps[1], 1);
+      shared.dg_steps[lane % 4][channel] = (odd ? steps[1] : steps[0]) + other;
+      for (int step = 1; step < 4; step *= 2) all += __shfl_xor_sync(~0u, all, step);
+      if (lane % 4 == 0) {
+        shared.dg_first[channel] =
+            fmaf(p.mantissa * exp2_of(end[c]), shared.state_product[channel], all);
+      }
     }
   }
 
   /// Rows of fp32: eight lanes fill a sector.
-  __device__ __forceinline__ void store_fp32(const Tensor& t, const float* x) const {
-    float* const to =
-        static_cast<float*>(t.data) + token_offset(t, work.chunk.batch, work.chunk.begin, work.hv);
+  __device__ __forceinline__ void store_fp32(GradRows which, const Tensor& t,
+                                             const float* x) const {
+    float* const to = work.at<float>(which);
     GradLane::each([&](int r, int i, int c, int e) {
       const int token = at.token(i, e);
       if (token < work.chunk.rows) to[token * t.stride[1] + at.channel(c)] = x[r];
@@ -244,9 +281,8 @@ struct GradFinish {
     }
   }
 
-  __device__ __forceinline__ void store_staged(const Tensor& t, int place) const {
-    Bf16* const to =
-        static_cast<Bf16*>(t.data) + token_offset(t, work.chunk.batch, work.chunk.begin, work.hv);
+  __device__ __forceinline__ void store_staged(GradRows which, const Tensor& t, int place) const {
+    Bf16* const to = work.at<Bf16>(which);
     for (int e = warp * 32 + lane; e < work.chunk.rows * (K / 8); e += Traits::kThreads) {
       const int row = e / (K / 8);
       const int unit = e % (K / 8);
@@ -261,16 +297,12 @@ struct GradFinish {
   __device__ __forceinline__ void combine_all(float (&S)[32], float (&dkx)[16],
                                               const float (&x)[24], float (&W)[16],
                                               bool has_far) const {
-    float sums[3][8] = {};
-    combine(S, dkx, x, W, sums);
-    if (has_far) add_far(S, W, sums);
-    put_sums(kKeySum, sums[kKeySum]);
-    if (!p.undo_l2norm) return;
-    put_sums(kQueryNorm, sums[kQueryNorm]);
-    put_sums(kKeyNorm, sums[kKeyNorm]);
+    combine_block<0>(S, dkx, x, W, has_far);
+    combine_block<1>(S, dkx, x, W, has_far);
   }
 
   /// What combine_all left, once every warp has.
+  template <int GATE>
   __device__ __forceinline__ void store_all(float (&S)[32], const float (&dkx)[16],
                                             const float (&W)[16]) const {
     finish_sums();
@@ -280,18 +312,20 @@ struct GradFinish {
     if (p.undo_l2norm) undo_norms(S);
     const bool staged = p.dq.dtype == kBFloat16;
     if (staged) {
+      __syncthreads();  // q and k, whose place it takes, have been read
       stage(0, S);
       stage(1, S + 16);
     } else {
-      store_fp32(p.dq, S);
-      store_fp32(p.dk, S + 16);
+      store_fp32(kRowsDq, p.dq, S);
+      store_fp32(kRowsDk, p.dk, S + 16);
     }
-    if (gates) backward_gates(shared, p, work);
+    if (gates) backward_gates<K, GATE>(shared, p, work.chunk.rows);
     __syncthreads();
     if (staged) {
-      store_staged(p.dq, 0);
-      store_staged(p.dk, 1);
+      store_staged(kRowsDq, p.dq, 0);
+      store_staged(kRowsDk, p.dk, 1);
     }
+    if (p.dg.data != nullptr) store_dg(shared, p, work);
     if (gates) store_partial(shared, p, work);
   }
 };

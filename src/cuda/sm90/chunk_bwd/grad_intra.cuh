@@ -30,31 +30,41 @@ __device__ __forceinline__ ChannelGate channel_gate(const GradShared<K>& shared,
 
 /// Operands of the intra products; a thread has a column pair and 8 tokens. Whether it is far.
 template <int K>
-__device__ __forceinline__ bool put_intra_tiles(GradShared<K>& shared, int segment, int column) {
+__device__ __forceinline__ bool put_intra_tiles(GradShared<K>& shared) {
   constexpr int kTokens = GradTraits<K>::kTokens;
+  const ColumnPair<K> at;
+  const int column = at.column;
+  const int segment = at.segment;
+  static_assert(kTokens == kSwizzleRows);
   unsigned char* const columns = shared.intra.columns[column / 64];
   unsigned char* const rows = shared.intra.rows[column / 64];
-  const auto put = [&](unsigned char* panel, int row, float2 x) {
-    *reinterpret_cast<uint32_t*>(panel + unit_offset(row, column % 64 / 8) + column % 8 * 2) =
-        pack<Bf16>(x.x, x.y);
+  // The first of this thread's rows in a panel of its own; the others' units are permuted further.
+  const uint32_t place = unit_offset(0, column % 64 / 8) + column % 8 * 2;
+  const auto put = [&](unsigned char* panel, int first_row, int t, float2 x) {
+    *reinterpret_cast<uint32_t*>(panel + first_row * kPanelRowBytes + t * kPanelRowBytes +
+                                 (place ^ (t << 4))) = pack<Bf16>(x.x, x.y);
   };
   const int block = segment * kTokens / kBlock;
   const float2 first = pair_at(shared.G[block * kBlock], column);
   const float2 next = pair_at(shared.G[kBlock], column);
   const float2 range = first - pair_at(shared.G[block * kBlock + kBlock - 1], column);
+  const int first_row = segment * kTokens;
 #pragma unroll
-  for (int t = segment * kTokens; t < segment * kTokens + kTokens; ++t) {
-    const float2 G = pair_at(shared.G[t], column);
-    const float2 q = pair_at(shared.q[t], column) * shared.norm[0][t];
-    const float2 k = pair_at(shared.k[t], column) * shared.norm[1][t];
+  for (int t = 0; t < kTokens; ++t) {
+    const int row = first_row + t;
+    const float2 G = pair_at(shared.G[row], column);
+    const float2 q = pair_at(shared.q[row], column) * shared.norm[0][row];
+    const float2 k = pair_at(shared.k[row], column) * shared.norm[1][row];
     const float2 up = exp2_pair(G - first);
-    put(rows, t, q * up);
-    put(rows, kChunk + t, k * up * shared.beta[t]);
+    put(rows, first_row, t, q * up);
+    put(rows + kChunk * kPanelRowBytes, first_row, t, k * up * shared.beta[row]);
     float2 down = k * exp2_pair(first - G);
     if (range.x > kFarRow) down.x = 0;
     if (range.y > kFarRow) down.y = 0;
-    put(columns, t + block * kBlock, down);
-    if (block == 0) put(columns, kBlock + t, k * exp2_pair(next - G));
+    put(columns + block * kBlock * kPanelRowBytes, first_row, t, down);
+    if (block == 0) {
+      put(columns + kBlock * kPanelRowBytes, first_row, t, k * exp2_pair(next - G));
+    }
   }
   return range.x > kFarRow || range.y > kFarRow;
 }

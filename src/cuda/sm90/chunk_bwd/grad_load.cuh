@@ -6,79 +6,105 @@
 
 #include "cuda/ptx/bulk_copy.cuh"
 #include "cuda/ptx/cp_async.cuh"
+#include "cuda/ptx/ldmatrix.cuh"
+#include "cuda/ptx/mma_sync.cuh"
 #include "cuda/sm90/chunk_bwd/grad_shared.cuh"
+#include "cuda/tile/ring.cuh"
 
 namespace kda::cuda::sm90 {
 
 using Bf16 = __nv_bfloat16;
+namespace ptx = ::cuda::ptx;
 
-/// What a block works on.
-struct GradWork {
-  Chunk chunk;
-  int64_t row;  ///< of h and dh
-  uint32_t hv;
-  uint32_t head;
+/// Raw rows of q, k and g; zeros beyond the last.
+template <int K>
+__device__ __forceinline__ void load_key_rows(GradShared<K>& shared, const GradParams& p,
+                                              const GradWork& work) {
+  using Traits = GradTraits<K>;
+  const auto load = [&]<class T>(T* to, GradRows which, int64_t stride) {
+    constexpr int kUnit = 16 / sizeof(T);  // elements
+    constexpr int kRowsAtOnce = Traits::kThreads / (K / kUnit);
+    const int tid = thread_index();
+    const int column = tid % (K / kUnit) * kUnit;
+    int row = tid / (K / kUnit);
+    const T* from = work.at<T>(which) + row * stride + column;
+    uint32_t address = shared_address(to + row * Traits::kStride + column);
+#pragma unroll
+    for (int i = 0; i < kChunk / kRowsAtOnce; ++i) {
+      // Nothing is read where the row does not exist.
+      copy_async_16_or_zero(address, row < work.chunk.rows ? from : work.at<T>(which),
+                            row < work.chunk.rows);
+      row += kRowsAtOnce;
+      from += kRowsAtOnce * stride;
+      address += kRowsAtOnce * Traits::kStride * sizeof(T);
+    }
+  };
+  load(&shared.q[0][0], kRowsQ, p.q.stride[1]);
+  load(&shared.k[0][0], kRowsK, p.k.stride[1]);
+  const int32_t dtype = p.gate.g.dtype;
+  if (dtype == kBFloat16 || dtype == kFloat16) {
+    load(reinterpret_cast<Bf16*>(shared.g), kRowsG, p.gate.g.stride[1]);  // bits, whichever type
+  } else {
+    load(&shared.g[0][0], kRowsG, p.gate.g.stride[1]);
+  }
+}
+
+/// Columns v0 .. v0 + 63 of everything that has V, but v: h and dh by TMA, the rest by all threads.
+template <int K>
+__device__ __forceinline__ void load_value_tiles(GradShared<K>& shared, const GradLaunchParams& p,
+                                                 const GradWork& work, int v0) {
+  constexpr int kRows = GradTraits<K>::kValueRows;
+  const int tid = thread_index();
+  if (tid == 0) {
+    const int32_t at[4] = {v0, 0, static_cast<int32_t>(work.item), 0};
+    ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared,
+                                   &shared.states_full, 2 * sizeof(shared.value.h));
+    ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, shared.value.h, &p.h_map, at,
+                              &shared.states_full);
+    ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, shared.value.dh, &p.dh_map, at,
+                              &shared.states_full);
+  }
+  const int column = v0 + tid % 8 * kUnitElements;
+  const uint32_t place = unit_offset(tid / 8, tid % 8);
+  const auto load_rows = [&](unsigned char* to, GradRows which, int64_t stride) {
+    const Bf16* const from = work.at<Bf16>(which) + column;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      constexpr int kRowsAtOnce = kChunk / kRows;
+      const int row = tid / 8 + i * kRowsAtOnce;
+      const bool valid = row < work.chunk.rows;
+      copy_async_16_or_zero(shared_address(to) + place + i * kRowsAtOnce * kPanelRowBytes,
+                            from + (valid ? row : 0) * stride, valid);
+    }
+  };
+  load_rows(shared.value.do_R, kRowsDo, p.grad_o.stride[1]);
+  load_rows(shared.value.do_R + kChunk * kPanelRowBytes, kRowsR, p.R.stride[1]);
+  load_rows(shared.value.v_new, kRowsVNew, p.v_new.stride[1]);
+}
+
+/// Two diagonals of 8 of d += a b^T over 16 columns: lanes with lane / 8 == lane % 4 hold those of
+/// rows lane / 4 and lane / 4 + 8.
+struct Diagonal {
+  float upper[4] = {};
+  float lower[4] = {};
+
+  /// Fragments of 16 rows; b in the order of ldmatrix for a.
+  __device__ __forceinline__ void add(const uint32_t (&a)[4], const uint32_t (&b)[4]) {
+    const uint32_t first[2] = {b[0], b[2]};
+    const uint32_t second[2] = {b[1], b[3]};
+    mma_bf16(upper, a, first);
+    mma_bf16(lower, a, second);
+  }
+  __device__ __forceinline__ float2 rows(int lane) const {
+    const bool odd = lane / 4 % 2 == 1;
+    return {odd ? upper[1] : upper[0], odd ? lower[3] : lower[2]};
+  }
 };
 
+/// 1 / |row| of q and k, 8 lanes a row.
 template <int K>
-__device__ __forceinline__ void load_qk(GradShared<K>& shared, const GradParams& p,
-                                        const GradWork& work) {
-  using Traits = GradTraits<K>;
-  const auto load = [&](Bf16(&to)[kChunk][Traits::kStride], const Tensor& t) {
-    const Bf16* const from = static_cast<const Bf16*>(t.data) +
-                             token_offset(t, work.chunk.batch, work.chunk.begin, work.head);
-#pragma unroll
-    for (int e = static_cast<int>(threadIdx.x); e < kChunk * K / 8; e += Traits::kThreads) {
-      const int row = e / (K / 8);
-      const int column = e % (K / 8) * 8;
-      const bool valid = row < work.chunk.rows;
-      copy_async_16_or_zero(shared_address(&to[row][column]),
-                            from + (valid ? row : 0) * t.stride[1] + column, valid);
-    }
-  };
-  load(shared.q, p.q);
-  load(shared.k, p.k);
-}
-
-/// Columns v0 .. v0 + 63 of everything that has V, but v.
-template <int K>
-__device__ __forceinline__ void load_value_tiles(GradShared<K>& shared, const GradParams& p,
-                                                 const GradWork& work, int v0) {
-  constexpr int kRowsAtOnce = GradTraits<K>::kThreads / 8;
-  const int first = static_cast<int>(threadIdx.x) / 8;
-  const int unit = static_cast<int>(threadIdx.x) % 8;
-  // Unrolled, addresses of all rows would live in registers across the products.
-  const auto load_state = [&](unsigned char* to, const Tensor& t) {
-    const Bf16* from = static_cast<const Bf16*>(t.data) + work.row * t.stride[0] +
-                       work.hv * t.stride[1] + first * t.stride[2] + v0 + unit * kUnitElements;
-#pragma unroll 1
-    for (int row = first; row < K; row += kRowsAtOnce, from += kRowsAtOnce * t.stride[2]) {
-      copy_async_16(to + unit_offset(row, unit), from);
-    }
-  };
-  const auto load_rows = [&](unsigned char* to, const Tensor& t) {
-    const Bf16* const from = static_cast<const Bf16*>(t.data) +
-                             token_offset(t, work.chunk.batch, work.chunk.begin, work.hv) + v0 +
-                             unit * kUnitElements;
-#pragma unroll 1
-    for (int row = first; row < kChunk; row += kRowsAtOnce) {
-      const bool valid = row < work.chunk.rows;
-      copy_async_16_or_zero(shared_address(to + unit_offset(row, unit)),
-                            from + (valid ? row : 0) * t.stride[1], valid);
-    }
-  };
-  load_state(shared.value.h, p.h);
-  load_state(shared.value.dh, p.dh);
-  load_rows(shared.value.do_R, p.grad_o);
-  load_rows(shared.value.do_R + kChunk * kPanelRowBytes, p.R);
-  load_rows(shared.value.v_new, p.v_new);
-}
-
-/// 1 / |row| of q and k, 8 lanes a row, and beta.
-template <int K>
-__device__ __forceinline__ void load_tokens(GradShared<K>& shared, const GradParams& p,
-                                            const GradWork& work) {
-  const int tid = static_cast<int>(threadIdx.x);
+__device__ __forceinline__ void find_norms(GradShared<K>& shared, const GradParams& p) {
+  const int tid = thread_index();
 #pragma unroll
   for (int row = tid / 8; row < 2 * kChunk; row += GradTraits<K>::kThreads / 8) {
     const Bf16* const data = row < kChunk ? shared.q[row] : shared.k[row - kChunk];
@@ -96,14 +122,133 @@ __device__ __forceinline__ void load_tokens(GradShared<K>& shared, const GradPar
       shared.norm[row / kChunk][row % kChunk] = p.qk_l2norm ? rsqrtf(sum + 1e-6f) : 1.f;
     }
   }
-  if (tid >= kChunk) return;
-  float x = 0;
-  if (tid < work.chunk.rows) {
-    x = load<float>(p.beta,
-                    token_offset(p.beta, work.chunk.batch, work.chunk.begin + tid, work.hv));
-    if (p.beta_sigmoid) x = p.beta_factor * sigmoid(x);
+}
+
+/// This thread's units of v of the rows of a tile.
+template <int K>
+__device__ __forceinline__ void load_v(uint4 (&v)[GradTraits<K>::kValueRows], const GradParams& p,
+                                       const GradWork& work, int v0) {
+  constexpr int kRows = GradTraits<K>::kValueRows;
+  const Bf16* const from = work.at<Bf16>(kRowsV) + v0 + thread_index() % 8 * kUnitElements;
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int row = thread_index() / 8 + i * (kChunk / kRows);
+    v[i] = uint4{};
+    if (row < work.chunk.rows) v[i] = *reinterpret_cast<const uint4*>(from + row * p.v.stride[1]);
   }
-  shared.beta[tid] = x;
+}
+
+/// Brings v of a chunk into L2: registers for it would have to last across an item.
+template <int K>
+__device__ __forceinline__ void prefetch_v(const GradParams& p, const GradWork& work) {
+  constexpr int kLine = 128 / sizeof(Bf16);
+  const Bf16* const from = work.at<Bf16>(kRowsV);
+  const int lines = static_cast<int>(p.heads.V) / kLine;
+  for (int e = thread_index(); e < work.chunk.rows * lines; e += GradTraits<K>::kThreads) {
+    const Bf16* const line = from + e / lines * p.v.stride[1] + e % lines * kLine;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
+  }
+}
+
+/// What a thread fetches of beta, dt_bias and A_log for its next item, as it is in memory: a token,
+/// a channel, the head.
+struct GradScalars {
+  RawElement<float> beta;
+  float bias;
+  float A_log;
+};
+
+__device__ __forceinline__ GradScalars load_scalars(const GradParams& p, const GradWork& work) {
+  const int tid = thread_index();
+  GradScalars x{};
+  if (tid < work.chunk.rows) {
+    x.beta = load_raw<float>(
+        p.beta, token_offset(p.beta, work.chunk.batch, work.chunk.begin + tid, work.hv));
+  }
+  if (p.gate.kind == kGateNone) return x;
+  if (tid < p.heads.K) x.bias = bias_of(p.gate, work.hv, tid);
+  if (tid == 0) x.A_log = A_log_of(p.gate, work.hv);
+  return x;
+}
+
+template <int K>
+__device__ __forceinline__ void put_scalars(GradShared<K>& shared, const GradParams& p, int rows,
+                                            const GradScalars& raw) {
+  const int tid = thread_index();
+  if (tid < K) shared.bias[tid] = raw.bias;
+  if (tid == 0 && p.gate.kind != kGateNone) shared.gate = fast_gate_from(p.gate, raw.A_log);
+  if (tid >= kChunk) return;
+  float beta = 0;
+  float slope = 1;
+  if (tid < rows) {
+    beta = convert<float>(raw.beta, p.beta.dtype);
+    if (p.beta_sigmoid) {
+      slope = p.beta_factor * sigmoid(beta) * sigmoid(-beta);
+      beta = p.beta_factor * sigmoid(beta);
+    }
+  }
+  shared.beta[tid] = beta;
+  shared.beta_slope[tid] = slope;
+}
+
+/// g itself, clamped.
+struct GivenGate {
+  __device__ __forceinline__ float operator()(const FastGate&, float g) const {
+    return fast_no_gate(g);
+  }
+  static __device__ __forceinline__ GateGradient<float> gradient(const FastGate&, float g,
+                                                                 float dg) {
+    return fast_no_gate_gradient(g, dg);
+  }
+};
+
+/// Calls f with the functions of a gate: GATE is a value of GateParams::kind.
+template <int GATE, class F>
+__device__ __forceinline__ void with_gate_of(const FastGate& gate, F f) {
+  if constexpr (GATE == kGateNone) {
+    f(GivenGate{});
+  } else if constexpr (GATE == kGateSoftplus) {
+    gate.far ? f(FarSoftplusGate{}) : f(FastSoftplusGate{});
+  } else {
+    gate.far ? f(FarBoundedGate{}) : f(FastBoundedGate{});
+  }
+}
+
+/// Calls f with the rows of raw gates, kStride elements apart.
+template <int K, class F>
+__device__ __forceinline__ void with_raw_gates(const GradShared<K>& shared, int32_t dtype, F f) {
+  if (dtype == kBFloat16) {
+    f(reinterpret_cast<const Bf16*>(shared.g));
+  } else if (dtype == kFloat16) {
+    f(reinterpret_cast<const __half*>(shared.g));
+  } else {
+    f(&shared.g[0][0]);
+  }
+}
+
+/// Running sums of the log2 decays of this thread's tokens of a column pair.
+template <int K, int GATE>
+__device__ __forceinline__ void sum_decays(const GradShared<K>& shared, const GradParams& p,
+                                           float2 (&G)[GradTraits<K>::kTokens], int first,
+                                           int column, int rows) {
+  constexpr int kTokens = GradTraits<K>::kTokens;
+  with_raw_gates(shared, p.gate.g.dtype, [&](const auto* gates) {
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+      G[t] = pair_at(gates + (first + t) * GradTraits<K>::kStride, column);
+    }
+  });
+  const FastGate gate = shared.gate;
+  const float2 bias = pair_at(shared.bias, column);
+  with_gate_of<GATE>(gate, [&](auto kind) {
+    float2 running{0, 0};
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+      const float2 d{kind(gate, G[t].x + bias.x), kind(gate, G[t].y + bias.y)};
+      if (first + t < rows) running = {running.x + d.x, running.y + d.y};
+      G[t] = running;
+    }
+  });
 }
 
 /// G from the running sums of this thread's tokens of a column pair.
@@ -136,46 +281,46 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b, float sum) {
   return sum;
 }
 
-/// rowsum_V(h . dh) of this thread's half of a channel's columns.
+/// rowsum_V(h . dh) of 16 channels of a warp: the diagonal of h dh^T.
 template <int K>
-__device__ __forceinline__ float multiply_states(const GradShared<K>& shared, float sum) {
-  const int row = static_cast<int>(threadIdx.x) % K;
-  const int half = static_cast<int>(threadIdx.x) / K;
+__device__ __forceinline__ float2 multiply_states(const GradShared<K>& shared, float2 sum) {
+  const int lane = thread_index() % 32;
+  const uint32_t place = unit_offset(thread_index() / 32 * 16 + lane % 16, lane / 16);
+  Diagonal products;
 #pragma unroll
-  for (int u = 0; u < 4; ++u) {
-    const uint32_t at = unit_offset(row, 4 * half + u);
-    sum = dot(*reinterpret_cast<const uint4*>(shared.value.h + at),
-              *reinterpret_cast<const uint4*>(shared.value.dh + at), sum);
+  for (int step = 0; step < kGradColumns / 16; ++step) {
+    uint32_t h[4];
+    uint32_t dh[4];
+    const uint32_t at = place ^ static_cast<uint32_t>(step << 5);
+    ldmatrix(h, shared_address(shared.value.h) + at);
+    ldmatrix(dh, shared_address(shared.value.dh) + at);
+    products.add(h, dh);
   }
-  return sum;
+  const float2 rows = products.rows(lane);
+  return {sum.x + rows.x, sum.y + rows.y};
 }
 
 /// dv = beta R (5.11) and rowsum_V(R . v) of one unit of each row of this thread.
 template <int K, int ROWS>
 __device__ __forceinline__ void finish_values(const GradShared<K>& shared, const GradParams& p,
-                                              const GradWork& work, int v0, float (&sum)[ROWS]) {
-  const int unit = static_cast<int>(threadIdx.x) % 8;
+                                              const GradWork& work, int v0, const uint4 (&v)[ROWS],
+                                              float (&sum)[ROWS]) {
+  const int unit = thread_index() % 8;
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
-    const int row = static_cast<int>(threadIdx.x) / 8 + i * (kChunk / ROWS);
+    const int row = thread_index() / 8 + i * (kChunk / ROWS);
     if (row >= work.chunk.rows) continue;
     const uint4 R =
         *reinterpret_cast<const uint4*>(shared.value.do_R + unit_offset(kChunk + row, unit));
-    const int column = v0 + unit * kUnitElements;
-    const auto offset = [&](const Tensor& t) {
-      return token_offset(t, work.chunk.batch, work.chunk.begin + row, work.hv) + column;
-    };
-    sum[i] =
-        dot(R, *reinterpret_cast<const uint4*>(static_cast<const Bf16*>(p.v.data) + offset(p.v)),
-            sum[i]);
+    sum[i] = dot(R, v[i], sum[i]);
     if (p.dv.data == nullptr) continue;
     const float factor = p.mantissa * shared.beta[row];
     const auto scaled = [&](uint32_t pair) {
       const float2 x = unpack<Bf16>(pair);
       return pack<Bf16>(factor * x.x, factor * x.y);
     };
-    *reinterpret_cast<uint4*>(static_cast<Bf16*>(p.dv.data) + offset(p.dv)) =
-        uint4{scaled(R.x), scaled(R.y), scaled(R.z), scaled(R.w)};
+    Bf16* const to = work.at<Bf16>(kRowsDv) + row * p.dv.stride[1] + v0 + unit * kUnitElements;
+    *reinterpret_cast<uint4*>(to) = uint4{scaled(R.x), scaled(R.y), scaled(R.z), scaled(R.w)};
   }
 }
 

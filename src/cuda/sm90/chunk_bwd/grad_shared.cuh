@@ -3,13 +3,26 @@
 
 #include "cuda/sm90/chunk_bwd/grad.h"
 #include "cuda/sm90/chunk_fwd/prep.cuh"
+#include "cuda/tile/fast_gate.cuh"
 #include "cuda/tile/swizzle.cuh"
 
 namespace kda::cuda::sm90 {
 
-inline constexpr int kGradColumns = 64;  ///< of V at a time
+/// log2 of the largest factor of a product. -5 a token over 15 tokens is 108.2; below 2^-126 fp32
+/// and bf16 lose bits, and q and k need some room.
+inline constexpr float kFarRow = 110;
 /// Score gradients are arranged in 48 columns: block 0, block 1 over block 0, block 1.
 inline constexpr int kArranged = 3 * kBlock;
+
+/// chunk_of for a grid's worth of chunks, without 64-bit division.
+__device__ __forceinline__ Chunk small_chunk_of(const Sequences& s, uint32_t row) {
+  if (s.cu.data) return chunk_of(s, row);
+  const auto per_row = static_cast<uint32_t>(s.chunks_per_row);
+  const uint32_t batch = row / per_row;
+  const int64_t begin = int64_t{row - batch * per_row} * kChunk;
+  const int64_t rest = s.T - begin;
+  return {batch, begin, static_cast<int32_t>(rest < kChunk ? rest : kChunk)};
+}
 
 template <int K>
 struct GradTraits {
@@ -17,9 +30,31 @@ struct GradTraits {
   static constexpr int kWarps = kThreads / 32;
   static constexpr int kPairs = K / 2;
   static constexpr int kTokens = kChunk / (kThreads / kPairs);  ///< of a thread: 8
+  static constexpr int kValueRows = kChunk * 8 / kThreads;      ///< of a thread, a unit each
   static constexpr int kBlocksPerSm = K == 128 ? 2 : 3;
-  static constexpr int kStride = K + 8;   ///< of q, k: fragment reads touch all banks
+  static constexpr int kStride = K + 8;   ///< of q, k, raw g: fragment reads touch all banks
   static constexpr int kGStride = K + 4;  ///< the same for fp32
+};
+
+/// threadIdx.x, read where it is used: what follows from it would else be kept in registers across
+/// the items, and spilled.
+__device__ __forceinline__ int thread_index() {
+  int index = static_cast<int>(threadIdx.x);
+  asm volatile("" : "+r"(index));
+  return index;
+}
+
+/// What a thread has of [32 tokens x K]: a column pair and a segment of kTokens tokens.
+template <int K>
+struct ColumnPair {
+  int column;
+  int segment;
+
+  __device__ __forceinline__ ColumnPair() {
+    const int tid = thread_index();
+    column = tid % GradTraits<K>::kPairs * 2;
+    segment = tid / GradTraits<K>::kPairs;
+  }
 };
 
 /// Tiles of 64 columns of V.
@@ -38,26 +73,55 @@ struct IntraTiles {
   unsigned char rows[K / 64][2 * kChunk * kPanelRowBytes];  ///< q up, then beta k up
 };
 
+/// What a block works on.
+struct GradWork {
+  Chunk chunk;
+  int64_t row;    ///< of h and dh
+  uint32_t item;  ///< row and value head
+  uint32_t hv;
+  uint32_t head;
+  void* rows[kGradRows];  ///< this chunk's and head's first rows
+  uint32_t tiles;         ///< of h and dh that came before
+  uint32_t after;         ///< where this block's search for the next goes on
+
+  template <class T>
+  __device__ __forceinline__ T* at(GradRows tensor) const {
+    return static_cast<T*>(rows[tensor]);
+  }
+};
+
 template <int K>
 struct GradShared {
   using Traits = GradTraits<K>;
   union {
     ValueTiles<K> value;
     IntraTiles<K> intra;
-    unsigned char staging[2][K / 64][kChunk * kPanelRowBytes];
   };
   unsigned char scores[2 * kChunk * kPanelRowBytes];  ///< dP, then dL, arranged
   float G[kChunk][Traits::kGStride];
-  alignas(16) __nv_bfloat16 q[kChunk][Traits::kStride];
-  alignas(16) __nv_bfloat16 k[kChunk][Traits::kStride];
+  union {
+    struct {
+      alignas(16) __nv_bfloat16 q[kChunk][Traits::kStride];
+      alignas(16) __nv_bfloat16 k[kChunk][Traits::kStride];
+    };
+    alignas(16) unsigned char staging[2][K / 64][kChunk * kPanelRowBytes];  ///< dq, dk
+  };
+  alignas(16) float g[kChunk][Traits::kStride];  ///< raw; 16-bit types fill half of it
   float totals[kChunk / Traits::kTokens][K];
-  float state_product[2][K];                 ///< rowsum_V(h . dh), two halves
-  float partial[3][Traits::kWarps][kChunk];  ///< sums over the channels of a warp
+  float state_product[K];                       ///< rowsum_V(h . dh)
+  float dg_first[K];                            ///< gradient of the first token's decay
+  float dg_steps[kChunk / Traits::kTokens][K];  ///< what each segment adds to dg
+  float partial[3][Traits::kWarps][kChunk];     ///< sums over the channels of a warp
   float sums[3][kChunk];
   float value_product[kChunk];  ///< rowsum_V(R . v)
   float diagonal[kChunk];       ///< dP_ii
   float beta[kChunk];
-  float norm[2][kChunk];  ///< 1 / |q|, 1 / |k|
+  float beta_slope[kChunk];  ///< d beta / d logit
+  float bias[K];
+  FastGate gate;
+  float norm[2][kChunk];            ///< 1 / |q|, 1 / |k|
+  alignas(8) uint64_t states_full;  ///< tiles of h and dh have landed
+  GradWork work[2];                 ///< this item and the next: in registers they would be too many
 };
 static_assert(sizeof(GradShared<128>) <= 113 * 1024 && sizeof(GradShared<64>) <= 75 * 1024);
 

@@ -79,7 +79,8 @@ Status launch_scan(const ScanLaunch& scan, bool, cudaStream_t stream) {
   }
   if (!status.ok()) return status;
   const bool has_h = p.h.data != nullptr;
-  p.shape = scan_shape(p.sequences.count * s.HV, s.V, sm_count(), p.ready != nullptr, has_h);
+  p.shape = scan_shape(p.sequences.count * s.HV * p.side_by_side, s.V, sm_count(),
+                       p.ready != nullptr, has_h);
   const int bytes =
       s.K == 64 ? scan_shared_bytes<64>(p.shape, has_h) : scan_shared_bytes<128>(p.shape, has_h);
   const int64_t blocks = p.sequences.count * s.HV * (s.V / (p.shape.groups * kGroupColumns));

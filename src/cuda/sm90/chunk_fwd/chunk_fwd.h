@@ -51,9 +51,10 @@ struct ScanParams {
   const int64_t* h_rows = nullptr;    ///< packed: first row of h of each sequence
   int64_t h_row_count = 0;            ///< rows of h
   Heads heads;
-  int32_t chunk_size = 64;  ///< the caller's: a row of h each
-  float scale = 1;          ///< of o; kReverse: of do, a power of two
-  float mantissa = 1;       ///< kReverse: m, the rest of the scale
+  int32_t chunk_size = 64;   ///< the caller's: a row of h each
+  int32_t side_by_side = 1;  ///< scans that run at the same time
+  float scale = 1;           ///< of o; kReverse: of do, a power of two
+  float mantissa = 1;        ///< kReverse: m, the rest of the scale
 };
 
 Status launch_prep(const PrepParams& params, bool fp64, cudaStream_t stream);

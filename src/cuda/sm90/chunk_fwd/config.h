@@ -32,8 +32,9 @@ struct Record {
 static_assert(Record<128>::kBytes == 29312 && Record<64>::kBytes == 16768);
 
 inline constexpr int kPrepThreads = 128;
-/// bf16: 33 KB of shared memory each, 80 registers. fp16 needs 81 KB: two blocks.
-inline constexpr int kPrepBlocksPerSm = 5;
+/// bf16: by registers, 80 a thread; by their 43 KB of shared memory five fit, but a scan that runs
+/// beside needs registers too. fp16 needs 87 KB: two blocks.
+inline constexpr int kPrepBlocksPerSm = 6;
 /// bf16: leaves 44 k registers and 140 KB of an SM to a block of `scan`.
 inline constexpr int kPrepBlocksBesideScan = 2;
 

@@ -4,6 +4,8 @@
 // A block holds v_tile columns of V, and dq_raw sums over all. Two blocks of a cluster exchange
 // halves: the block of rank r finishes the channels of half r, for which the other one writes its
 // partial sums into this block's shared memory. Both orders of two addends give the same bits.
+// Where V is more than a block or cluster holds, each stores its sums as a part of its own, which
+// raw_dq_sum.cu adds in the order of the columns.
 #pragma once
 
 #include "cuda/ptx/wgmma.cuh"
@@ -36,7 +38,7 @@ struct RawDqConsumer {
                                         int half) const {
     const int rows = rows_of(work, c);
     float* const to =
-        static_cast<float*>(p.dq_raw.data) +
+        static_cast<float*>(p.dq_raw.data) + work.v0 / (S::v_tile * S::cluster) * p.dq_part +
         token_offset(p.dq_raw, work.range.batch, work.range.begin + c * kScanChunk, work.hv) +
         half * (S::K / 2) + at.column;
 #pragma unroll

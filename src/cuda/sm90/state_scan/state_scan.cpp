@@ -70,8 +70,8 @@ std::string layout_obstacle(const Problem& problem) {
 
 ScanTiling choose_tiling(const StateScanParams& p, bool raw_dq) {
   if (raw_dq) {
-    if (p.heads.V == 64) return ScanTiling::kNarrowRawDq;
-    return p.heads.V == 128 ? ScanTiling::kWideRawDq : ScanTiling::kWideRawDqPair;
+    if (p.heads.V % 128 != 0) return ScanTiling::kNarrowRawDq;
+    return p.heads.V % 256 != 0 ? ScanTiling::kWideRawDq : ScanTiling::kWideRawDqPair;
   }
   if (p.heads.V % 128 != 0) return ScanTiling::kNarrow;
   int device = 0;
@@ -114,13 +114,22 @@ Status refuse_addresses(const ScanRequest& request, bool, cudaStream_t) {
 /// dq_raw, for which they need a larger workspace than the plan asked for.
 template <bool kExplicit>
 void stage_state_scan(Pipeline& run) {
-  const ScanRequest request{
-      {run[kKg], run[kW], run[kU], run[kGamma], run.state(kInitialState), run[kH], run[kVNew],
-       run.state(kFinalState), run.heads(), run.sequences()},
-      takes_part(run.problem(), kDo) ? run[kDo] : Tensor{},
-      run[kDqRaw]};
+  ScanRequest request{{run[kKg], run[kW], run[kU], run[kGamma], run.state(kInitialState), run[kH],
+                       run[kVNew], run.state(kFinalState), run.heads(), run.sequences()},
+                      takes_part(run.problem(), kDo) ? run[kDo] : Tensor{},
+                      run[kDqRaw]};
   if (is_aligned(request)) {
+    const Sizes& sizes = run.problem().sizes;
+    const int64_t parts = run.has(kDqRaw) ? raw_dq_parts(sizes.V) : 1;
+    if (parts > 1) {
+      request.dq_raw = run.scratch({parts * sizes.B, sizes.T, sizes.HV, sizes.K});
+      request.dq_part = sizes.B * request.dq_raw.stride[0];
+    }
     run(launch_state_scan, request);
+    if (parts > 1) {
+      run(launch_raw_dq_sum, RawDqSumParams{request.dq_raw, request.dq_part, parts, run[kDqRaw],
+                                            run.heads(), run.sequences()});
+    }
   } else if (kExplicit || run.has(kDqRaw)) {
     run(refuse_addresses, request);
   } else {
@@ -137,9 +146,6 @@ std::string state_scan_obstacle(const Problem& problem) {
   if (s.V % kWarpgroupColumns != 0) return fmt::format("V = {} (a multiple of 64)", s.V);
   if (problem.chunk_size != kScanChunk) return fmt::format("chunk_size {}", problem.chunk_size);
   if (s.T == 0 || problem.sequences() == 0) return "no tokens";
-  if (problem.has(kDqRaw) && s.V != 64 && s.V != 128 && s.V != 256) {
-    return fmt::format("dq_raw with V = {} (64, 128 or 256)", s.V);
-  }
   const DType io = problem[kKg].dtype;
   if (io != DType::kBF16 && io != DType::kF16) return fmt::format("{} tensors (kg)", name_of(io));
   for (const TensorId id : {kW, kU, kH, kVNew, kDo}) {
@@ -157,6 +163,8 @@ std::string state_scan_obstacle(const Problem& problem) {
   }
   return layout_obstacle(problem);
 }
+
+int64_t raw_dq_parts(int64_t V) { return V / (V % 128 != 0 ? 64 : V % 256 != 0 ? 128 : 256); }
 
 bool is_aligned(const ScanRequest& request) {
   const auto tensors = addressed(request);
@@ -195,6 +203,7 @@ Status launch_state_scan(const ScanRequest& request, const ScanKernel& kernel,
   p.heads = heads;
   p.sequences = sequences;
   p.dq_raw = request.dq_raw;
+  p.dq_part = request.dq_part;
   p.has_h = params.h.data != nullptr;
   const int64_t blocks =
       std::min(sequences.count * heads.HV * (heads.V / kernel.v_tile), kMostBlocks);

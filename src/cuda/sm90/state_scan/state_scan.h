@@ -25,6 +25,7 @@ struct ScanParams {
   Tensor final_state;
   Tensor v_new_rows;  ///< absent: v_new is not wanted
   Tensor dq_raw;
+  int64_t dq_part;  ///< elements between the parts of dq_raw; 0: there is one
   Heads heads;
   Sequences sequences;
   bool has_h;
@@ -42,7 +43,22 @@ struct ScanKernel {
 struct ScanRequest {
   StateScanParams scan;
   Tensor grad_o, dq_raw;
+  int64_t dq_part = 0;  ///< as in ScanParams
 };
+
+/// Parts of dq_raw that a scan of V columns leaves, each a sum over as many of them.
+int64_t raw_dq_parts(int64_t V);
+
+/// dq_raw as the sum of its parts [B,T,HV,K] in their order.
+struct RawDqSumParams {
+  Tensor part;   ///< the first
+  int64_t step;  ///< elements to the next
+  int64_t parts;
+  Tensor dq_raw;
+  Heads heads;
+  Sequences sequences;
+};
+Status launch_raw_dq_sum(const RawDqSumParams& params, bool fp64, cudaStream_t stream);
 
 /// "" or the feature of the problem that the kernel lacks.
 std::string state_scan_obstacle(const Problem& problem);

@@ -2,5 +2,16 @@
 #include "cuda/sm90/chunk_bwd/instances/grad_instances.h"
 
 namespace kda::cuda::sm90 {
-GradKernel grad_bf16_k128() { return {sm90_chunk_bwd_grad<128>, sizeof(GradShared<128>)}; }
+GradKernel grad_bf16_k128(int32_t gate) {
+  constexpr std::size_t kBytes = sizeof(GradShared<128>);
+  constexpr int kBlocks = GradTraits<128>::kBlocksPerSm;
+  switch (gate) {
+    case kGateNone:
+      return {sm90_chunk_bwd_grad<128, kGateNone>, kBytes, kBlocks};
+    case kGateSoftplus:
+      return {sm90_chunk_bwd_grad<128, kGateSoftplus>, kBytes, kBlocks};
+    default:
+      return {sm90_chunk_bwd_grad<128, kGateLowerBound>, kBytes, kBlocks};
+  }
+}
 }  // namespace kda::cuda::sm90

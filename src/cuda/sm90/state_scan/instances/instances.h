@@ -9,9 +9,9 @@ namespace kda::cuda::sm90 {
 enum class ScanTiling {
   kNarrow,         ///< 64 columns a block
   kWide,           ///< 128
-  kNarrowRawDq,    ///< V = 64, with dq_raw
-  kWideRawDq,      ///< V = 128, with dq_raw
-  kWideRawDqPair,  ///< V = 256, with dq_raw: a cluster of two blocks
+  kNarrowRawDq,    ///< with dq_raw: 64 columns a block and part of dq_raw
+  kWideRawDq,      ///< 128
+  kWideRawDqPair,  ///< 256: a cluster of two blocks
 };
 
 ScanKernel state_scan_bf16_k64(ScanTiling tiling);

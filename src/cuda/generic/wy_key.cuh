@@ -1,40 +1,36 @@
-// The key half of the WY backward, one block a chunk and value head: gradients through the states,
-// (5.7), (5.8), (5.13), (5.29), and what (5.33) sums over rows.
-//
-// Shared memory, in elements: five operand panels [32][68] (later two tiles [64][65] whose columns
-// are summed), 3 x 64 scalars, rowsum_V(h . dh) in four parts [4][64], Gamma of the last row [256].
-#include "cuda/generic/chunk_launch.h"
-#include "cuda/generic/stages.h"
-#include "cuda/tile/chunk_tile.cuh"
+// The key half of the WY backward of a chunk and value head: gradients through the states, (5.7),
+// (5.8), (5.13), (5.29), and what (5.33) sums over rows.
+#pragma once
+
+#include "cuda/generic/wy_value.cuh"
 #include "cuda/tile/gate.cuh"
 
 namespace kda::cuda {
-namespace {
 
-constexpr int kDepth = 32;
-constexpr int kPanel = kDepth * kPanelStride;
-constexpr int kSumStride = kTileRows + 1;
-constexpr int kParts = kThreads / kTileRows;
-constexpr int kMaxK = 256;
-constexpr int kSharedElements = 5 * kPanel + (3 + kParts) * kTileRows + kMaxK;
-static_assert(2 * kTileRows * kSumStride <= 5 * kPanel);
+inline constexpr int kKeyDepth = kValueColumns;
+inline constexpr int kSumStride = kTileRows + 1;
+inline constexpr int kParts = kThreads / kTileRows;
 
 template <class Real>
-using RowPanel = Panel<Real, kTileRows, kDepth, true>;
+using RowPanel = Panel<Real, kTileRows, kKeyDepth, true>;
 template <class Real>
 using Tile = Accumulator<Real, 4, 4>;
 
+/// Five operand panels [32][68], later two tiles [64][65] whose columns are summed; rowsum_V(h .
+/// dh) in four parts [4][64]; Gamma of the last row [256].
 template <class Real>
 struct WyKeyShared {
-  Real *panels, *rq, *rk, *beta, *h_dh, *last;
+  static constexpr int kElements = 5 * kWyPanel + kParts * kTileRows + kMaxChannels;
+  static_assert(2 * kTileRows * kSumStride <= 5 * kWyPanel);
 
-  __device__ explicit WyKeyShared(Real* base)
+  Real *panels, *h_dh, *last;
+  RowFactors<Real> factors;
+
+  __device__ WyKeyShared(Real* base, const RowFactors<Real>& factors_of_rows)
       : panels(base),
-        rq(panels + 5 * kPanel),
-        rk(rq + kTileRows),
-        beta(rk + kTileRows),
-        h_dh(beta + kTileRows),
-        last(h_dh + kParts * kTileRows) {}
+        h_dh(panels + 5 * kWyPanel),
+        last(h_dh + kParts * kTileRows),
+        factors(factors_of_rows) {}
 };
 
 /// -Y = R h^T, do h^T, v_new dh^T for channels k0.., and a thread's part of rowsum_V(h . dh).
@@ -43,8 +39,8 @@ struct StateProducts {
   Tile<Real> R_h, do_h, v_dh;
   Real h_dh = 0;
 
-  __device__ void add(const WyKeyParams& p, const WyKeyShared<Real>& shared, const Chunk& chunk,
-                      int64_t row, int64_t hv, int32_t k0, int64_t v0) {
+  __device__ void add(const WyBackwardParams& p, const WyKeyShared<Real>& shared,
+                      const Chunk& chunk, int64_t row, int64_t hv, int32_t k0, int64_t v0) {
     const int64_t V = p.heads.V;
     Real* const at = shared.panels;
     {
@@ -54,22 +50,22 @@ struct StateProducts {
       load_tokens(v_new, p.v_new, chunk, hv, v0, V);
       __syncthreads();
       R.put(at);
-      grad_o.put(at + kPanel);
-      v_new.put(at + 2 * kPanel);
+      grad_o.put(at + kWyPanel);
+      v_new.put(at + 2 * kWyPanel);
     }
     RowPanel<Real> h, dh;  // loaded after the others left their registers
     load_checkpoint(h, p.h, row, hv, k0, p.heads.K, v0, V);
     load_checkpoint(dh, p.dh, row, hv, k0, p.heads.K, v0, V);
-    h.put(at + 3 * kPanel);
-    dh.put(at + 4 * kPanel);
+    h.put(at + 3 * kWyPanel);
+    dh.put(at + 4 * kWyPanel);
     __syncthreads();
-    R_h.add_product(at, kPanelStride, at + 3 * kPanel, kPanelStride, kDepth);
-    do_h.add_product(at + kPanel, kPanelStride, at + 3 * kPanel, kPanelStride, kDepth);
-    v_dh.add_product(at + 2 * kPanel, kPanelStride, at + 4 * kPanel, kPanelStride, kDepth);
+    R_h.add_product(at, kPanelStride, at + 3 * kWyPanel, kPanelStride, kKeyDepth);
+    do_h.add_product(at + kWyPanel, kPanelStride, at + 3 * kWyPanel, kPanelStride, kKeyDepth);
+    v_dh.add_product(at + 2 * kWyPanel, kPanelStride, at + 4 * kWyPanel, kPanelStride, kKeyDepth);
     const int k = static_cast<int>(threadIdx.x) % kTileRows;
     const int part = static_cast<int>(threadIdx.x) / kTileRows;
-    for (int v = part; v < kDepth; v += kParts) {
-      h_dh += at[3 * kPanel + v * kPanelStride + k] * at[4 * kPanel + v * kPanelStride + k];
+    for (int v = part; v < kKeyDepth; v += kParts) {
+      h_dh += at[3 * kWyPanel + v * kPanelStride + k] * at[4 * kWyPanel + v * kPanelStride + k];
     }
   }
 };
@@ -96,7 +92,7 @@ __device__ void sum_over_rows(Real* suffix, Real* prefix) {
 
 /// Gates, partial gradients and the sums of (5.33) for channels k0...
 template <class Real>
-__device__ void finish_columns(const WyKeyParams& p, const WyKeyShared<Real>& shared,
+__device__ void finish_columns(const WyBackwardParams& p, const WyKeyShared<Real>& shared,
                                const Chunk& chunk, int64_t hv, int32_t k0,
                                StateProducts<Real>& products, Real (&dbeta)[4]) {
   const int64_t h = hv / p.heads.group;
@@ -110,10 +106,10 @@ __device__ void finish_columns(const WyKeyParams& p, const WyKeyShared<Real>& sh
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       const Real e = exp2_of(gamma.x[m][n]);
-      const Real k = shared.rk[i] * x.x[m][n];
+      const Real k = shared.factors.rk[i] * x.x[m][n];
       const Real eY = -e * products.R_h.x[m][n];
       dbeta[m] += k * eY;
-      const Real through_w = shared.beta[i] * eY;
+      const Real through_w = shared.factors.beta[i] * eY;
       // Rows beyond the chunk have Gamma = 0 here; their products are 0 and 2^last <= 1.
       const Real through_kg =
           exp2_of(shared.last[k0 + gamma.col(n)] - gamma.x[m][n]) * products.v_dh.x[m][n];
@@ -128,7 +124,7 @@ __device__ void finish_columns(const WyKeyParams& p, const WyKeyShared<Real>& sh
   if (!p.dg.data) return;
   fetch_tokens(x, p.q, chunk, h, k0, p.heads.K);
   row_term.map([&](int i, int c, Real value) {
-    return value + shared.rq[i] * x.at(i, c) * products.do_h.at(i, c);
+    return value + shared.factors.rq[i] * x.at(i, c) * products.do_h.at(i, c);
   });
   Real* const suffix = shared.panels;
   Real* const prefix = suffix + kTileRows * kSumStride;
@@ -148,48 +144,17 @@ __device__ void finish_columns(const WyKeyParams& p, const WyKeyShared<Real>& sh
   save_tokens(row_term, p.dg, chunk, hv, k0, p.heads.K);
 }
 
+/// `dbeta` receives the thread's part of rowsum_K(Y . ke).
 template <class Real>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm<Real>)
-    wy_key(const __grid_constant__ WyKeyParams p) {
-  const WyKeyShared<Real> shared(shared_memory<Real>());
-  const int64_t tiles = p.sequences.chunk_rows * p.heads.HV;
-  const int64_t G = p.heads.group;
-  for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
-    const int64_t hv = index % p.heads.HV;
-    const int64_t row = index / p.heads.HV;
-    const Chunk chunk = chunk_of(p.sequences, row);
-    if (chunk.rows == 0) continue;
-    __syncthreads();
-    load_scalars(shared.rq, p.rq, chunk, hv / G, Real(1));
-    load_scalars(shared.rk, p.rk, chunk, hv / G, Real(1));
-    load_scalars(shared.beta, p.beta, chunk, hv, Real(0));
-    load_last_gamma(shared.last, p.gamma, chunk, hv, p.heads.K, kMaxK);
-    Real dbeta[4] = {};
-    for (int k0 = 0; k0 < p.heads.K; k0 += kTileRows) {
-      StateProducts<Real> products;
-      for (int64_t v0 = 0; v0 < p.heads.V; v0 += kDepth) {
-        products.add(p, shared, chunk, row, hv, k0, v0);
-      }
-      finish_columns(p, shared, chunk, hv, k0, products, dbeta);
+__device__ void key_half(const WyBackwardParams& p, const WyKeyShared<Real>& shared,
+                         const Chunk& chunk, int64_t row, int64_t hv, Real (&dbeta)[4]) {
+  for (int k0 = 0; k0 < p.heads.K; k0 += kTileRows) {
+    StateProducts<Real> products;
+    for (int64_t v0 = 0; v0 < p.heads.V; v0 += kKeyDepth) {
+      products.add(p, shared, chunk, row, hv, k0, v0);
     }
-    if (!p.dbeta.data) continue;
-#pragma unroll
-    for (int m = 0; m < 4; ++m) {
-      const Real sum = row_sum(dbeta[m]);
-      const int i = Tile<Real>::row(m);
-      if (threadIdx.x % 16 == 0 && i < chunk.rows) {
-        const int64_t offset = token_offset(p.dbeta, chunk.batch, chunk.begin + i, hv);
-        store<Real>(p.dbeta, offset, load<Real>(p.dbeta, offset) + sum);
-      }
-    }
+    finish_columns(p, shared, chunk, hv, k0, products, dbeta);
   }
-}
-
-}  // namespace
-
-Status launch_wy_key(const WyKeyParams& p, bool fp64, cudaStream_t stream) {
-  return launch_chunks("wy_key", wy_key<float>, wy_key<double>, kThreads, kSharedElements, p, fp64,
-                       stream);
 }
 
 }  // namespace kda::cuda

@@ -1,0 +1,86 @@
+"""Draws median times over tokens and over heads beside their floors and peers.
+
+usage: python bench/python/plot_times.py forward|step TARGET.svg RESULTS.json...
+
+RESULTS are outputs of `kda bench --json` and files of peers in the same form (bench/results/cuda_h200_peers.json): of the
+shapes with B = 1, K = V = 128 the left panel takes those with HEADS heads, the right one those with TOKENS tokens.
+"""
+
+import json
+import sys
+from collections import defaultdict
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+HEADS = 32
+TOKENS = 8192
+OPERATIONS = {"forward": ("chunk_fwd",), "step": ("chunk_fwd", "chunk_bwd")}
+MARKERS = {"native_kda": "o-", "floor": "--", "FlashKDA": "s", "fla": "^"}
+
+
+def rows(paths):
+    gate = None
+    for path in paths:
+        with open(path) as file:
+            for line in file:
+                row = json.loads(line)
+                gate = row.get("gate", gate)  # a header gives it for the rows below
+                if "median_ms" in row:
+                    yield {**row, "gate": gate}
+
+
+def times(paths, operations):
+    """{(series, gate): {(tokens, heads): ms}}, summed over the operations, where all of them are there."""
+    parts = defaultdict(dict)
+    for row in rows(paths):
+        B, T, H, HV, K, V = row["shape"]
+        if B != 1 or H != HV or (K, V) != (128, 128):
+            continue
+        if row["operation"] == "step" and len(operations) == 2:  # what peers report
+            parts[row["impl"], row["gate"], (T, H)] = dict.fromkeys(operations, row["median_ms"] / 2)
+        elif row["operation"] in operations:
+            ours = row["impl"].startswith("sm90_")
+            if not ours and not row.get("peer"):
+                continue
+            parts["native_kda" if ours else row["impl"], row["gate"], (T, H)][row["operation"]] = row["median_ms"]
+            if ours:
+                parts["floor", "", (T, H)][row["operation"]] = row["floor_ms"]
+    series = defaultdict(dict)
+    for (name, gate, size), found in parts.items():
+        if len(found) == len(operations):
+            series[name, gate][size] = sum(found.values())
+    return series
+
+
+def draw(axes, series, kept, position):
+    for (name, gate), points in sorted(series.items()):
+        line = sorted((size[position], ms) for size, ms in points.items() if size[1 - position] == kept)
+        if line:
+            colour = {"softplus": "C0", "lower_bound": "C1"}.get(gate, "grey")
+            axes.plot(*zip(*line), MARKERS[name], color=colour, label=f"{name} {gate}".strip())
+    axes.set(xscale="log", yscale="log", ylabel="ms")
+    axes.set_xscale("log", base=2)
+    axes.legend()
+    axes.grid(alpha=0.3)
+
+
+def main(kind, target, *paths):
+    series = times(paths, OPERATIONS[kind])
+    plt.rcParams["svg.hashsalt"] = kind  # the same results give the same file
+    figure, (over_tokens, over_heads) = plt.subplots(1, 2, figsize=(11, 4))
+    draw(over_tokens, series, HEADS, 0)
+    over_tokens.set(xlabel="tokens", title=f"{HEADS} heads")
+    draw(over_heads, series, TOKENS, 1)
+    over_heads.set(xlabel="heads", title=f"{TOKENS} tokens")
+    figure.suptitle(f"{kind}, bf16, K = V = 128, one sequence")
+    plt.tight_layout()
+    plt.savefig(target, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 4 or sys.argv[1] not in OPERATIONS:
+        sys.exit(__doc__)
+    main(*sys.argv[1:])

@@ -1,0 +1,35 @@
+// A drawn problem with its inputs and with what should come out.
+#pragma once
+
+#include "case.h"
+#include "stress/draw.h"
+
+namespace kda::stress {
+
+struct Trial {
+  Draw draw;
+  cases::Case inputs;
+  cases::TensorMap earlier;   ///< other values of the inputs, for the first launch of a graph
+  cases::TensorMap expected;  ///< by the float64 reference, as fp64 tensors
+  cases::TensorMap emulated;  ///< what 16-bit rounding alone makes of the same inputs
+};
+
+/// `on_device`: also makes `earlier` and `emulated`, which the CPU's implementations do not need.
+Result<Trial> prepare(const Draw& draw, bool on_device);
+
+/// What the float64 reference makes of a problem's inputs, as fp64 tensors.
+Result<cases::TensorMap> expected_of(const Draw& draw, const cases::Case& inputs);
+
+/// The one with fewer digits.
+DType coarser(DType a, DType b);
+
+/// The dtype of the problem's first tensor, which tuned kernels compute with.
+DType io_of(const Problem& problem);
+
+/// The coarsest of the tensors that a forward saved for this backward; fp64 where there are none.
+DType saved_dtype(const Problem& problem);
+
+/// Forward or backward over chunks, as opposed to stages and the recurrence.
+bool is_whole(Operation operation);
+
+}  // namespace kda::stress
