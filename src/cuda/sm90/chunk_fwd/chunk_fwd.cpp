@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 #include <limits>
+#include <memory>
 #include <string>
 #include <utility>
 
@@ -20,6 +22,10 @@ namespace kda::cuda::sm90 {
 namespace {
 
 using enum TensorId;
+
+/// Read or written in units of 16 bytes.
+constexpr std::initializer_list<TensorId> kInUnits = {kQ, kK, kV, kG, kO, kH};
+constexpr std::uintptr_t kUnitBytes = 16;
 
 constexpr int64_t kMostBlocks = std::numeric_limits<int32_t>::max();
 
@@ -135,7 +141,7 @@ namespace {
 
 void chunk_fwd(Pipeline& run) {
   const Problem& problem = run.problem();
-  run.require_aligned("sm90_chunk_fwd", {kQ, kK, kV, kG, kO, kH});
+  run.require_aligned("sm90_chunk_fwd", kInUnits);
   PrepParams prep = prep_params(run, false);
   auto* const ready = static_cast<uint32_t*>(
       run.bytes(prep.sequences.chunk_rows * prep.heads.HV, sizeof(uint32_t)));
@@ -191,15 +197,57 @@ std::string obstacle_of(const Problem& problem) {
   return uneven_rows(problem, {kQ, kK, kV, kO, kH, kG});
 }
 
+/// The kernels above, and for addresses that they do not take the generic ones, in slices of heads
+/// that keep to the workspace of the former where slices can.
+class ForwardExecutor final : public CudaExecutor {
+ public:
+  ForwardExecutor(const Problem& problem, const Device& device, std::size_t workspace_bytes,
+                  std::unique_ptr<Executor> generic)
+      : CudaExecutor(problem, device, workspace_bytes), generic_(std::move(generic)) {}
+
+ protected:
+  Status enqueue(const Args& args, cudaStream_t stream) const override {
+    if (!takes(args)) return generic_->run(args, stream);
+    Pipeline pipeline(problem(), args, stream);
+    if (pipeline.status().ok()) chunk_fwd(pipeline);
+    return pipeline.status();
+  }
+
+ private:
+  bool takes(const Args& args) const {
+    return std::all_of(kInUnits.begin(), kInUnits.end(), [&](TensorId id) {
+      return !problem().has(id) || reinterpret_cast<std::uintptr_t>(args[id]) % kUnitBytes == 0;
+    });
+  }
+
+  std::unique_ptr<Executor> generic_;
+};
+
+Result<std::unique_ptr<Executor>> make_forward(const Problem& problem, const Device& device) {
+  const Result<std::size_t> bytes = measure_workspace(problem, chunk_fwd);
+  if (!bytes.ok()) return bytes.status();
+  for (int64_t slices = 1;; slices = std::min(2 * slices, problem.sizes.H)) {
+    Result<std::unique_ptr<Executor>> generic =
+        make_pipeline(problem, device, cuda::chunk_fwd, slices);
+    if (!generic.ok()) return generic.status();
+    const std::size_t most = std::max(*bytes, (*generic)->workspace_bytes());
+    if (most > *bytes && slices < problem.sizes.H) continue;
+    return std::unique_ptr<Executor>(
+        std::make_unique<ForwardExecutor>(problem, device, most, std::move(*generic)));
+  }
+}
+
 }  // namespace
 
 Result<std::unique_ptr<Executor>> make_chunk_fwd(const Problem& problem, const Device& device,
-                                                 const Options&) {
+                                                 const Options& options) {
   if (Status status = check_hopper(device); !status.ok()) return status;
   if (std::string obstacle = obstacle_of(problem); !obstacle.empty()) {
     return Status(StatusCode::kUnsupported, std::move(obstacle));
   }
-  return make_pipeline(problem, device, chunk_fwd);
+  // An explicit choice refuses what it does not take.
+  if (!options.implementation.empty()) return make_pipeline(problem, device, chunk_fwd);
+  return make_forward(problem, device);
 }
 
 }  // namespace kda::cuda::sm90
