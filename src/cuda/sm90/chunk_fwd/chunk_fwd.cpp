@@ -139,7 +139,7 @@ std::string size_obstacle(const Problem& problem) {
 
 namespace {
 
-void chunk_fwd(Pipeline& run) {
+void prep_and_scan(Pipeline& run) {
   const Problem& problem = run.problem();
   run.require_aligned("sm90_chunk_fwd", kInUnits);
   PrepParams prep = prep_params(run, false);
@@ -209,7 +209,7 @@ class ForwardExecutor final : public CudaExecutor {
   Status enqueue(const Args& args, cudaStream_t stream) const override {
     if (!takes(args)) return generic_->run(args, stream);
     Pipeline pipeline(problem(), args, stream);
-    if (pipeline.status().ok()) chunk_fwd(pipeline);
+    if (pipeline.status().ok()) prep_and_scan(pipeline);
     return pipeline.status();
   }
 
@@ -224,7 +224,7 @@ class ForwardExecutor final : public CudaExecutor {
 };
 
 Result<std::unique_ptr<Executor>> make_forward(const Problem& problem, const Device& device) {
-  const Result<std::size_t> bytes = measure_workspace(problem, chunk_fwd);
+  const Result<std::size_t> bytes = measure_workspace(problem, prep_and_scan);
   if (!bytes.ok()) return bytes.status();
   for (int64_t slices = 1;; slices = std::min(2 * slices, problem.sizes.H)) {
     Result<std::unique_ptr<Executor>> generic =
@@ -246,7 +246,7 @@ Result<std::unique_ptr<Executor>> make_chunk_fwd(const Problem& problem, const D
     return Status(StatusCode::kUnsupported, std::move(obstacle));
   }
   // An explicit choice refuses what it does not take.
-  if (!options.implementation.empty()) return make_pipeline(problem, device, chunk_fwd);
+  if (!options.implementation.empty()) return make_pipeline(problem, device, prep_and_scan);
   return make_forward(problem, device);
 }
 
