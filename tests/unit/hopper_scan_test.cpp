@@ -25,6 +25,11 @@ TEST(HopperScan, BlocksOfOneGroupWhileEachFindsAnSm) {
   EXPECT_EQ(shape_of(500, 192).groups, 1);  // 192 is no multiple of 128
 }
 
+TEST(HopperScan, FindsTheRegistersOfAnSm) {
+  // Each quarter runs a warp of each group, one of them the loading warp too.
+  EXPECT_LE((kMostGroups + 1) * kWarp * kScanRegisters, kQuarterRegisters);
+}
+
 TEST(HopperScan, RunsBesidePrepWhereItsBlocksLeaveSmsIdle) {
   EXPECT_TRUE(scan_fits_beside(32, 128, kSms));
   EXPECT_TRUE(scan_fits_beside(66, 128, kSms));

@@ -25,7 +25,7 @@ struct ReverseConsumer : ForwardConsumer<IoType, HeadSize, Walk::kReverse> {
   using Base::K;
   using Base::kState;
 
-  /// do^T of a chunk, times 2^e.
+  /// do^T of a chunk once it is there, times 2^e.
   __device__ __forceinline__ void load_do(uint32_t (&x)[8], const StagePosition& position,
                                           int32_t chunk) const {
     this->load_tokens(x, position, chunk);
@@ -36,10 +36,10 @@ struct ReverseConsumer : ForwardConsumer<IoType, HeadSize, Walk::kReverse> {
     }
   }
 
-  /// The stage of chunk c is full; afterwards that of the next one is. `to`: o_of(c).
-  __device__ __forceinline__ void chunk(float (&state)[kState], int32_t c,
-                                        const StagePosition& position, const StagePosition& next,
-                                        Io* to) const {
+  /// grad_o: of chunk c, and afterwards of the one before.
+  __device__ __forceinline__ void chunk(float (&state)[kState], uint32_t (&grad_o)[8], int32_t c,
+                                        const StagePosition& position,
+                                        const StagePosition& next) const {
     const unsigned char* const record = this->memory.record(position.stage);
     const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(record));
     const PanelTile<2 * kChunk> ke{address + Record<K>::kRead};
@@ -51,16 +51,11 @@ struct ReverseConsumer : ForwardConsumer<IoType, HeadSize, Walk::kReverse> {
     uint32_t dh[kState / 2];
     float X[16];
     this->multiply_packed(X, dh, state, kg);
-    uint32_t grad_o[8];
-    load_do(grad_o, position, c);
-    wgmma_fence();
     wgmma_rs<Io, Major::kOuter>(X, grad_o, P.rows(0), true);
     wgmma_rs<Io, Major::kOuter>(X, grad_o + 4, P.rows(1), true);
     wgmma_commit();
-    float2 factor[kState / 4];
-    this->load_decay(factor, position);
     Base::template older_products_are_over<1>();
-    this->decay(state, factor);
+    this->decay(state, record);
     wgmma_wait<0>();
     this->store_h(dh, c);
 
@@ -88,12 +83,10 @@ struct ReverseConsumer : ForwardConsumer<IoType, HeadSize, Walk::kReverse> {
     wgmma_rs<Io, Major::kOuter>(state, y, ke.rows(0), true);
     wgmma_rs<Io, Major::kOuter>(state, y + 4, ke.rows(1), true);
     wgmma_commit();
-    this->store_o(R, c, to);
-    if (c > 0) {
-      this->wait_for_stage(next);
-    }
+    this->store_o(R, c);
     wgmma_wait<0>();
     this->release(position);
+    if (c > 0) load_do(grad_o, next, c - 1);
   }
 
   __device__ void run() const {
@@ -106,14 +99,13 @@ struct ReverseConsumer : ForwardConsumer<IoType, HeadSize, Walk::kReverse> {
     for (int i = 0; i < kState; ++i) state[i] *= inverse;
     const int32_t last = this->work.chunks - 1;
     StagePosition position;
-    if (last >= 0) this->wait_for_stage(position);
-    Io* to = this->o_of(last);
+    uint32_t grad_o[8];
+    if (last >= 0) load_do(grad_o, position, last);
     for (int32_t c = last; c >= 0; --c) {
       StagePosition next = position;
       next.advance(this->memory.stages);
-      chunk(state, c, position, next, to);
+      chunk(state, grad_o, c, position, next);
       position = next;
-      to -= kChunk * this->p.o.stride[1];
     }
 #pragma unroll
     for (int i = 0; i < kState; ++i) state[i] *= mantissa;

@@ -80,6 +80,7 @@ Status launch_scan(const ScanLaunch& scan, bool, cudaStream_t stream) {
   s.K = p.heads.K;
   s.V = p.heads.V;
   Status status = make_tensor_map(p.v_map, scan.name, p.v, token_map(p.v, s));
+  if (status.ok()) status = make_tensor_map(p.o_map, scan.name, p.o, token_map(p.o, s));
   if (status.ok() && p.h.data != nullptr) {
     status = make_tensor_map(p.h_map, scan.name, p.h, checkpoint_map(p.h, s, p.h_row_count));
   }
@@ -126,7 +127,7 @@ std::string size_obstacle(const Problem& problem) {
   if (s.K != 64 && s.K != 128) return fmt::format("K = {} (64 or 128)", s.K);
   if (s.V % kGroupColumns != 0) return fmt::format("V = {} (a multiple of 64)", s.V);
   if (s.T == 0 || problem.sequences() == 0) return "no tokens";
-  for (const TensorId id : {kV, kDo, kH}) {
+  for (const TensorId id : {kV, kDo, kDv, kO, kH}) {
     if (!problem.has(id)) continue;
     const Tensor t = tensor_of(problem, {}, id);
     const char* const obstacle = tensor_map_obstacle(

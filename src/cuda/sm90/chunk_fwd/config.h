@@ -43,8 +43,9 @@ inline constexpr int kGroupColumns = 64;
 inline constexpr int kMostGroups = 2;
 inline constexpr int kMostStages = 4;
 constexpr int scan_threads(int groups) { return groups * 128 + 32; }
-/// At most. A quarter of an SM holds 16384 registers: of two warps of a scan, one of each `prep`.
-inline constexpr int kScanRegisters = 176;
+/// At most. A quarter of an SM holds 16384 registers: of three warps of a scan with two groups, or
+/// of two with one and one warp of each `prep`.
+inline constexpr int kScanRegisters = 168;
 
 /// Shared memory of a stage: a record, then 32 rows x 128 bytes of v for each warpgroup.
 template <int K>
@@ -60,7 +61,7 @@ struct ScanShape {
 template <int K>
 constexpr int scan_shared_bytes(ScanShape shape, bool has_h) {
   const int stage = kStageRecordBytes<K> + shape.groups * kTokenPanelBytes;
-  const int staging = shape.groups * (kTokenPanelBytes + (has_h ? K * kGroupColumns * 2 : 0));
+  const int staging = shape.groups * (2 * kTokenPanelBytes + (has_h ? K * kGroupColumns * 2 : 0));
   return shape.stages * stage + staging;
 }
 /// Blocks of 64 columns while each of them finds an SM; heads: those of all sequences. They then

@@ -64,8 +64,9 @@ struct ForwardMemory {
   __device__ __forceinline__ unsigned char* v(int stage, int group) const {
     return record(stage) + kStageRecordBytes<K> + group * kTokenPanelBytes;
   }
+  /// Two buffers, so that one barrier a chunk orders writing and reading.
   __device__ __forceinline__ unsigned char* o(int group) const {
-    return base + stages * stage_bytes() + group * kTokenPanelBytes;
+    return base + stages * stage_bytes() + group * 2 * kTokenPanelBytes;
   }
   __device__ __forceinline__ unsigned char* h(int group) const {
     return o(groups) + group * (K * kGroupColumns * 2);
@@ -269,13 +270,12 @@ struct ForwardConsumer {
     return static_cast<uint32_t>(__cvta_generic_to_shared(panel)) + lines.offset(step);
   }
 
-  /// h^T packed, through the staging to the checkpoint.
+  /// h^T packed, through the staging to the checkpoint. What left the staging before was waited
+  /// for in store_o since.
   __device__ __forceinline__ void store_h(const uint32_t (&h)[kState / 2], int32_t chunk) const {
     const int shift = p.chunk_size == 2 * kChunk ? 1 : 0;
     if (p.h.data == nullptr || (chunk & shift) != 0) return;
     unsigned char* const staging = memory.h(group);
-    if (thread == 0) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>{});
-    sync();  // the staging has been read
 #pragma unroll
     for (int step = 0; step < K / 16; ++step) {
       stmatrix_transposed(panel_line(staging, step), h + 4 * step);
@@ -294,39 +294,42 @@ struct ForwardConsumer {
     return static_cast<int32_t>(work.v0) + group * kGroupColumns;
   }
 
-  /// Where this thread stores o of a chunk: its row and 16 bytes of the 32 of its warp.
-  __device__ __forceinline__ Io* o_of(int32_t chunk) const {
-    return static_cast<Io*>(p.o.data) +
-           token_offset(p.o, work.range.batch,
-                        work.range.begin + int64_t{chunk} * kChunk + thread % 32 / 2, work.hv) +
-           column() + (thread / 32 * 2 + thread % 2) * kUnitElements;
-  }
-
-  /// Rows of o of a chunk from registers to memory, each warp its 16 columns through its own part
-  /// of the staging: no barrier of the warpgroup.
-  __device__ __forceinline__ void store_o(const uint32_t (&o)[8], int32_t chunk, Io* to) const {
-    unsigned char* const staging = memory.o(group);
-    __syncwarp();  // the rows before have been read
+  /// Rows of o of a chunk, from registers through the staging to memory. Two buffers: the barrier
+  /// that orders writing before reading also tells that the copies from the other one are over.
+  __device__ __forceinline__ void store_o(const uint32_t (&o)[8], int32_t chunk) const {
+    unsigned char* const staging = memory.o(group) + chunk % 2 * kTokenPanelBytes;
     stmatrix_transposed(panel_line(staging, 0), o);
     stmatrix_transposed(panel_line(staging, 1), o + 4);
-    __syncwarp();
+    publish_to_async_proxy();
+    if (thread == 0) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>{});
+    sync();
     const int rows = rows_of(work, chunk);
+    const int64_t token = work.range.begin + int64_t{chunk} * kChunk;
+    if (rows < kChunk) {  // the rows behind may be another sequence's
+      constexpr int kRowsAtOnce = 128 / 8;
+      Io* const to = static_cast<Io*>(p.o.data) +
+                     token_offset(p.o, work.range.batch, token, work.hv) + column() +
+                     thread % 8 * kUnitElements;
 #pragma unroll
-    for (int row = 0; row < kChunk; row += 16) {
-      const uint4 x = *reinterpret_cast<const uint4*>(
-          staging + unit_offset(thread % 32 / 2 + row, thread / 32 * 2 + thread % 2));
-      if (thread % 32 / 2 + row < rows) *reinterpret_cast<uint4*>(to + row * p.o.stride[1]) = x;
+      for (int row = thread / 8; row < kChunk; row += kRowsAtOnce) {
+        if (row < rows) {
+          *reinterpret_cast<uint4*>(to + row * p.o.stride[1]) =
+              *reinterpret_cast<const uint4*>(staging + unit_offset(row, thread % 8));
+        }
+      }
+    } else if (thread == 0) {
+      const int32_t to[4] = {column(), static_cast<int32_t>(work.hv), static_cast<int32_t>(token),
+                             static_cast<int32_t>(work.range.batch)};
+      ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &p.o_map, to, staging);
+      ptx::cp_async_bulk_commit_group();
     }
   }
 
-  __device__ __forceinline__ void wait_for_stage(const StagePosition& position) const {
-    wait_for(&barriers.full[position.stage], position.parity);
-  }
-
-  /// A chunk's tile of v or do, transposed; zeros beyond the sequence, where the tile may hold rows
-  /// of another.
+  /// Once a chunk's stage is full: its tile of v or do, transposed; zeros beyond the sequence,
+  /// where the tile may hold rows of another.
   __device__ __forceinline__ void load_tokens(uint32_t (&x)[8], const StagePosition& position,
                                               int32_t chunk) const {
+    wait_for(&barriers.full[position.stage], position.parity);
     const unsigned char* const tile = memory.v(position.stage, group);
     ldmatrix_transposed(x, panel_line(tile, 0));
     ldmatrix_transposed(x + 4, panel_line(tile, 1));
@@ -345,25 +348,15 @@ struct ForwardConsumer {
                                             (i / 2 * 8 + at.column) * 4);
   }
 
-  /// 2^G_end of the columns of this thread.
-  __device__ __forceinline__ void load_decay(float2 (&factor)[kState / 4],
-                                             const StagePosition& position) const {
-    const auto* const from =
-        reinterpret_cast<const float*>(memory.record(position.stage) + Record<K>::kDecay);
+  __device__ __forceinline__ void decay(float (&state)[kState], const unsigned char* record) const {
+    const auto* const factor = reinterpret_cast<const float*>(record + Record<K>::kDecay);
 #pragma unroll
     for (int i = 0; i < kState / 4; ++i) {
-      factor[i] = *reinterpret_cast<const float2*>(from + 8 * i + at.column);
-    }
-  }
-
-  static __device__ __forceinline__ void decay(float (&state)[kState],
-                                               const float2 (&factor)[kState / 4]) {
-#pragma unroll
-    for (int i = 0; i < kState / 4; ++i) {
-      state[4 * i] *= factor[i].x;
-      state[4 * i + 1] *= factor[i].y;
-      state[4 * i + 2] *= factor[i].x;
-      state[4 * i + 3] *= factor[i].y;
+      const float2 f = *reinterpret_cast<const float2*>(factor + 8 * i + at.column);
+      state[4 * i] *= f.x;
+      state[4 * i + 1] *= f.y;
+      state[4 * i + 2] *= f.x;
+      state[4 * i + 3] *= f.y;
     }
     pin(state);  // here, under the product in flight, and not where the compiler would sink it to
   }
@@ -398,10 +391,10 @@ struct ForwardConsumer {
     }
   }
 
-  /// The stage of chunk c is full; afterwards that of the next one is. `to`: o_of(c).
-  __device__ __forceinline__ void chunk(float (&state)[kState], int32_t c,
-                                        const StagePosition& position, const StagePosition& next,
-                                        Io* to) const {
+  /// v: of chunk c, and afterwards of the one that follows.
+  __device__ __forceinline__ void chunk(float (&state)[kState], uint32_t (&v)[8], int32_t c,
+                                        const StagePosition& position,
+                                        const StagePosition& next) const {
     const unsigned char* const record = memory.record(position.stage);
     const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(record));
     const PanelTile<2 * kChunk> ke{address + Record<K>::kRead};
@@ -416,14 +409,16 @@ struct ForwardConsumer {
     [[maybe_unused]] float O[16];
     multiply_packed(Z, h, state, ke);
     wgmma_commit();
-    float2 factor[kState / 4];
-    load_decay(factor, position);
-    older_products_are_over<1>();
-    decay(state, factor);
-    uint32_t v[8];
-    load_tokens(v, position, c);
-    wgmma_wait<0>();
-    uint32_t r[8];
+    if constexpr (kHasO) {
+#pragma unroll
+      for (int step = 0; step < K / 16; ++step) {
+        wgmma_rs<Io, Major::kSummed>(O, h + 4 * step, qe.columns(step), step > 0);
+      }
+      wgmma_commit();
+    }
+    older_products_are_over<kHasO ? 2 : 1>();
+    decay(state, record);
+    wgmma_wait<kHasO ? 1 : 0>();
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float2 value = unpack<Io>(v[i]);
@@ -432,21 +427,15 @@ struct ForwardConsumer {
         const float2 beta = beta_of(record, i);
         rest = {beta.x * rest.x, beta.y * rest.y};
       }
-      r[i] = pack<Io>(rest.x, rest.y);
+      v[i] = pack<Io>(rest.x, rest.y);  // r
     }
     float V[16];
     wgmma_fence();
-    wgmma_rs<Io, Major::kSummed>(V, r, T.columns(0), false);
-    wgmma_rs<Io, Major::kSummed>(V, r + 4, T.columns(1), true);
+    wgmma_rs<Io, Major::kSummed>(V, v, T.columns(0), false);
+    wgmma_rs<Io, Major::kSummed>(V, v + 4, T.columns(1), true);
     wgmma_commit();
-    if constexpr (kHasO) {
-#pragma unroll
-      for (int step = 0; step < K / 16; ++step) {
-        wgmma_rs<Io, Major::kSummed>(O, h + 4 * step, qe.columns(step), step > 0);
-      }
-      wgmma_commit();
-    }
-    wgmma_wait<kHasO ? 1 : 0>();
+    wgmma_wait<0>();
+    store_h(h, c);
     uint32_t v_new[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) v_new[i] = pack<Io>(V[2 * i], V[2 * i + 1]);
@@ -464,30 +453,26 @@ struct ForwardConsumer {
       uint32_t o[8];
 #pragma unroll
       for (int i = 0; i < 8; ++i) o[i] = pack<Io>(p.scale * O[2 * i], p.scale * O[2 * i + 1]);
-      store_o(o, c, to);
+      store_o(o, c);
     } else {
-      store_o(v_new, c, to);
-    }
-    store_h(h, c);
-    if (c + 1 < work.chunks) {
-      wait_for_stage(next);
+      store_o(v_new, c);
     }
     wgmma_wait<0>();
     release(position);
+    if (c + 1 < work.chunks) load_tokens(v, next, c + 1);
   }
 
   __device__ void run() const {
     float state[kState];
     load_state(state);
     StagePosition position;
-    if (work.chunks > 0) wait_for_stage(position);
-    Io* to = o_of(0);
+    uint32_t v[8];
+    if (work.chunks > 0) load_tokens(v, position, 0);
     for (int32_t c = 0; c < work.chunks; ++c) {
       StagePosition next = position;
       next.advance(memory.stages);
-      chunk(state, c, position, next, to);
+      chunk(state, v, c, position, next);
       position = next;
-      to += kChunk * p.o.stride[1];
     }
     store_state(state);
     finish_stores();
