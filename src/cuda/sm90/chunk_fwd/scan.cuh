@@ -4,14 +4,14 @@
 // Grid: one block a (sequence, value head, tile of columns), columns fastest, so that the blocks of
 // a head share its records in L2.
 //
-// Warps: `groups` consumer warpgroups of 64 columns each, then one whose first warp loads. A
-// consumer keeps S^T [64 v x K k] in fp32 accumulators. Per chunk of 32 tokens, in the record's
-// letters (config.h), where ke = k 2^G, qe = q 2^G, kg = k 2^(G_end - G), T = (I + L)^-1
-// diag(beta), P = scores:
+// Warps: `groups` consumer warpgroups of 64 columns each, then one warp that loads. A consumer
+// keeps S^T [64 v x K k] in fp32 accumulators. Per chunk of 32 tokens, in the record's letters
+// (config.h), where ke = k 2^G, qe = q 2^G, kg = k 2^(G_end - G), T = (I + L)^-1 diag(beta),
+// P = scores:
 //   h^T = S^T packed to 16 bits                    the A operand of both reads, and the checkpoint
 //   Z^T = h^T ke^T, O^T = h^T qe^T                 wgmma m64n32, A from registers
 //   r^T = v^T - Z^T, v_new^T = r^T T^T             (4.16)
-//   O^T += v_new^T P^T, o = scale O                (4.17), stored under the next chunk's reads
+//   O^T += v_new^T P^T, o = scale O                (4.17), leaves under the next product
 //   S^T = 2^G_end . S^T + v_new^T kg               (4.15)
 // The re-scan of the backward leaves v_new in place of o: v_new^T = (beta r)^T (I + L)^-T, and
 // neither O nor P takes part.
@@ -24,9 +24,11 @@
 //   staging of h 2 x 16384 (where h is wanted)      32768
 //   barriers                                           64
 //
-// Barriers, each per stage: `full`: the loading lane's arrival with the record's bytes, and one of
-// each loading lane once its part of v is there; consumers wait. `empty`: one arrival a consumer
-// thread; the loading warp waits. Named barriers 1 + g: within consumer warpgroup g (staging).
+// Barriers, each per stage: `full`: the loading lane's arrival with the bytes of the record and of
+// v; consumers wait. `empty`: one arrival a consumer thread; the loading lane waits. Named barriers
+// 1 + g: within consumer warpgroup g (staging).
+//
+// Beside prep (ScanParams.ready) the loading warp also waits for the flags of the records.
 #pragma once
 
 #include <cuda/ptx>
