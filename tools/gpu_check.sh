@@ -6,15 +6,16 @@
 #   tools/gpu_check.sh BUILD_DIR    checks what BUILD_DIR holds
 #
 # KDA_RESULTS: where the benchmark files go (default bench/results). KDA_CASES_DIR: more case files.
-# KDA_PARTS: a subset of "tests verify sanitizer decode train stages host hopper"; from decode on they are
-# benchmarks. "cuda_tests", "stored_cases", "reports" and "properties" are the pieces of "tests", and
-# "memcheck", "racecheck", "initcheck" and "synccheck" those of "sanitizer". GTEST_TOTAL_SHARDS and
+# KDA_PARTS: a subset of "tests verify stress sanitizer decode train stages host hopper"; from decode on
+# they are benchmarks. "cuda_tests", "stored_cases", "reports" and "properties" are the pieces of "tests",
+# and "memcheck", "racecheck", "initcheck" and "synccheck" those of "sanitizer". KDA_STRESS_SECONDS and
+# KDA_STRESS_SEED: how long and from which seed stress draws (60, 1). GTEST_TOTAL_SHARDS and
 # GTEST_SHARD_INDEX split the tests further.
 # Exits 0 if every part passed.
 set -u
 cd "$(dirname "$0")/.." || exit 2
 
-parts=${KDA_PARTS:-tests verify sanitizer decode train stages host hopper}
+parts=${KDA_PARTS:-tests verify stress sanitizer decode train stages host hopper}
 results=${KDA_RESULTS:-bench/results}
 if [ $# -gt 0 ]; then
   build=$1
@@ -61,6 +62,13 @@ if wanted verify; then
   # The implementations that would answer on the CPU are not asked.
   run verify "$kda" verify --device cuda --json >"$results/verify_cuda.json"
   tail -n 1 "$results/verify_cuda.json"
+fi
+
+# Random problems: each implementation by its own name, so the Hopper rows too.
+if wanted stress; then
+  run stress "$kda" stress --device cuda --seed "${KDA_STRESS_SEED:-1}" \
+    --seconds "${KDA_STRESS_SECONDS:-60}" --json >"$results/cuda_stress.json"
+  tail -n 1 "$results/cuda_stress.json"
 fi
 
 # Two small cases with every option cover each kernel in both directions.

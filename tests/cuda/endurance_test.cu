@@ -99,6 +99,7 @@ const char* implementation_of(int64_t step) {
   return kChoices[no_hopper().empty() ? step % 3 : step % 2];
 }
 
+// MEM-01, over a long run.
 TEST(CudaEndurance, TenThousandCallsLeaveNoMemoryBehind) {
   KDA_NEEDS_GPU();
   constexpr int64_t kWarmUp = 1500;  // more than the steps repeat after

@@ -79,6 +79,7 @@ int64_t resident_bytes() {
   return resident * sysconf(_SC_PAGESIZE);
 }
 
+// MEM-01, on the CPU too.
 TEST(Endurance, TenThousandCallsLeaveNoMemoryBehind) {
   constexpr int64_t kWarmUp = 1500;  // more than the steps repeat after
   constexpr int64_t kCalls = 10000;

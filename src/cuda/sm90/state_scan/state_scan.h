@@ -25,10 +25,10 @@ struct ScanParams {
   Tensor final_state;
   Tensor v_new_rows;  ///< absent: v_new is not wanted
   Tensor dq_raw;
-  int64_t dq_part;  ///< elements between the parts of dq_raw; 0: there is one
   Heads heads;
   Sequences sequences;
   bool has_h;
+  int64_t dq_part;  ///< elements between the parts of dq_raw; 0: there is one
 };
 
 /// A kernel and what its launch needs.
