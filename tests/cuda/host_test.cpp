@@ -61,10 +61,10 @@ std::size_t launches_of(const Problem& problem, const cases::TensorMap& inputs) 
 TEST(CudaReports, PERF_06_SmallCallsTakeFewLaunches) {
   KDA_NEEDS_GPU();
   const Case c = cases::generate(bf16_spec({1, 64, 4, 4, 128, 128, 0, 0}));
-  EXPECT_EQ(launches_of(forward_problem(c), c.inputs), 4U);
-  EXPECT_EQ(launches_of(backward_problem(c), c.inputs), 8U);
+  EXPECT_LE(launches_of(forward_problem(c), c.inputs), 4U);
+  EXPECT_LE(launches_of(backward_problem(c), c.inputs), 8U);
   const Case token = cases::generate(bf16_spec({1, 1, 4, 4, 128, 128, 0, 0}));
-  EXPECT_EQ(launches_of(recurrent_problem(token), token.inputs), 1U);
+  EXPECT_LE(launches_of(recurrent_problem(token), token.inputs), 1U);
 }
 
 // Nothing is compiled, tuned or looked up by length: every length takes the kernels that the

@@ -152,6 +152,52 @@ TEST(Sm90ChunkBackward, PackedSequencesHaveTheBitsOfSeparateOnes) {
   }
 }
 
+/// A key head of `heads` and the value heads that belong to it.
+HostTensor head_of(TensorId id, const HostTensor& t, int64_t head, int64_t heads) {
+  const bool is_parameter = id == kALog || id == kDtBias || id == kDALog || id == kDdtBias;
+  const std::size_t dim = is_parameter ? 0 : is_state(id) ? 1 : 2;
+  HostTensor part(t.dtype, t.shape);
+  part.shape[dim] /= heads;
+  int64_t outer = 1;
+  for (std::size_t i = 0; i < dim; ++i) outer *= t.shape[i];
+  const auto bytes = static_cast<std::ptrdiff_t>(t.bytes.size()) / (outer * heads);
+  part.bytes.clear();
+  for (int64_t i = 0; i < outer; ++i) {
+    const auto from = t.bytes.begin() + bytes * (i * heads + head);
+    part.bytes.insert(part.bytes.end(), from, from + bytes);
+  }
+  return part;
+}
+
+// Large enough for two slices of eight key heads.
+TEST(Sm90ChunkBackward, HeadsHaveTheSameBitsInEverySlice) {
+  KDA_NEEDS_HOPPER();
+  CaseSpec spec = spec_of({1, 1500, 16, 32, 128, 256, 0, 0});
+  spec.gate = Gate::kSoftplus;
+  spec.qk_l2norm = spec.beta_sigmoid = true;
+  const Case c = cases::generate(spec);
+  const Problem whole = backward_problem(c);
+  const auto together = run_guarded(whole, c.inputs, on_hopper());
+  ASSERT_TRUE(together.ok()) << together.status().message();
+  Problem alone = whole;
+  alone.sizes.H = 1;
+  alone.sizes.HV = 2;
+  const auto workspace_of = [&](const Problem& problem) {
+    return make_plan(problem, on_hopper().device, on_hopper().options)->workspace_bytes();
+  };
+  EXPECT_LT(workspace_of(whole), 10 * workspace_of(alone));
+  for (const int64_t head : {3, 7, 8, 12}) {
+    TensorMap inputs;
+    for (const auto& [id, tensor] : c.inputs) inputs[id] = head_of(id, tensor, head, 16);
+    const auto separate = run_guarded(alone, inputs, on_hopper());
+    ASSERT_TRUE(separate.ok()) << separate.status().message();
+    for (const auto& [id, tensor] : separate->outputs) {
+      EXPECT_EQ(head_of(id, together->outputs.at(id), head, 16).bytes, tensor.bytes)
+          << name_of(id) << " of head " << head;
+    }
+  }
+}
+
 // exp(A_log) or the bound are beyond what fp32 holds once multiplied; the decays are ordinary.
 TEST(Sm90ChunkBackward, GateFactorsBeyondFp32) {
   KDA_NEEDS_HOPPER();

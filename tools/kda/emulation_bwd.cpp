@@ -137,7 +137,7 @@ class BackwardHead : public EmulatedHead {
         const double dP = rounded(g.dP(i, j), score_type());
         const double dL = rounded(g.dL(i, j), score_type());
         for (int64_t c = 0; c < s_.K; ++c) {
-          const Factors f = factors(x.G, i, j, c);
+          const PairDecays::Factors f = x.decays(i, j, c);
           const DType type = f.far ? DType::kF64 : score_type();
           const double q = rounded(x.q(i, c) * f.up, type);
           const double kb = rounded(x.k(i, c) * f.up * beta, type);

@@ -1,6 +1,7 @@
 #include "emulation_head.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <utility>
 
@@ -47,7 +48,15 @@ double rounded(double x, DType type) {
   if ((type != DType::kBF16 && type != DType::kF16) || x == 0) return x;
   const int digits = type == DType::kBF16 ? 8 : 11;
   const int least = type == DType::kBF16 ? -126 : -14;
-  const int exponent = std::max(std::ilogb(x), least) - digits + 1;
+  const double least_normal = type == DType::kBF16 ? 0x1p-126 : 0x1p-14;
+  if (std::isfinite(x) && std::fabs(x) >= least_normal) {
+    const int dropped = 53 - digits;
+    const uint64_t unit = uint64_t{1} << dropped;
+    auto bits = std::bit_cast<uint64_t>(x);
+    bits += unit / 2 - 1 + ((bits >> dropped) & 1);
+    return std::bit_cast<double>(bits & ~(unit - 1));
+  }
+  const int exponent = least - digits + 1;
   return std::ldexp(std::nearbyint(std::ldexp(x, -exponent)), exponent);
 }
 
@@ -72,6 +81,27 @@ Matrix inverse(const Matrix& kk, const std::vector<double>& beta) {
 }
 
 }  // namespace
+
+PairDecays::PairDecays(Matrix G) : G_(std::move(G)), up_(G_.rows, G_.columns) {
+  for (int64_t first = 0; first < G_.rows; first += kBlock) {
+    Matrix down(G_.rows, G_.columns);
+    for (int64_t i = 0; i < std::min(first + kBlock, G_.rows); ++i) {
+      for (int64_t c = 0; c < G_.columns; ++c) {
+        if (i >= first) up_(i, c) = std::exp(G_(i, c) - G_(first, c));
+        down(i, c) = std::exp(G_(first, c) - G_(i, c));
+      }
+    }
+    down_.push_back(std::move(down));
+  }
+}
+
+PairDecays::Factors PairDecays::operator()(int64_t i, int64_t j, int64_t c) const {
+  const int64_t block = i / kBlock;
+  if (j >= block * kBlock && G_(block * kBlock, c) - G_(j, c) > 75) {
+    return {true, std::exp(G_(i, c) - G_(j, c)), 1};
+  }
+  return {false, up_(i, c), down_[static_cast<std::size_t>(block)](j, c)};
+}
 
 Matrix EmulatedHead::state_of(TensorId id) const {
   Matrix state(s_.K, s_.V);
@@ -142,20 +172,13 @@ double EmulatedHead::beta(int64_t token) const {
   return (case_.forward.allow_neg_eigval ? 2 : 1) / (1 + std::exp(-x));
 }
 
-EmulatedHead::Factors EmulatedHead::factors(const Matrix& G, int64_t i, int64_t j, int64_t c) {
-  const int64_t reference = i / kBlock * kBlock;
-  const double between = G(reference, c);
-  if (j >= reference && between - G(j, c) > 75) return {true, std::exp(G(i, c) - G(j, c)), 1};
-  return {false, std::exp(G(i, c) - between), std::exp(between - G(j, c))};
-}
-
 /// x_i . k_j decayed from j to i, j <= i.
-Matrix EmulatedHead::scores(const Matrix& x, const Matrix& k, const Matrix& G) const {
+Matrix EmulatedHead::scores(const Matrix& x, const Matrix& k, const PairDecays& decays) const {
   Matrix m(x.rows, x.rows);
   for (int64_t i = 0; i < x.rows; ++i) {
     for (int64_t j = 0; j <= i; ++j) {
       for (int64_t c = 0; c < s_.K; ++c) {
-        const Factors f = factors(G, i, j, c);
+        const PairDecays::Factors f = decays(i, j, c);
         const DType type = f.far ? DType::kF64 : score_type();
         m(i, j) += rounded(x(i, c) * f.up, type) * rounded(k(j, c) * f.down, type);
       }
@@ -183,19 +206,21 @@ ChunkOperands EmulatedHead::operands(int64_t begin, int64_t rows) const {
       update(c, i) = high + (emulation_.two_term_update ? rounded(kg - high, type) : 0);
     }
   }
-  Matrix A = inverse(scores(k, k, G), betas);
+  const PairDecays decays(G);
+  Matrix A = inverse(scores(k, k, decays), betas);
   return {begin,
           rows,
           G,
           q,
           k,
           values(kV, begin, rows),
+          decays,
           std::move(betas),
           std::move(qe),
           std::move(ke),
           std::move(update),
           std::move(A),
-          scores(q, k, G)};
+          scores(q, k, decays)};
 }
 
 Matrix EmulatedHead::w_of(const ChunkOperands& x) const {

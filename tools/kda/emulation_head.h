@@ -35,11 +35,31 @@ Matrix by_rows(Matrix a, const std::vector<double>& x);
 double rounded(double x, DType type);
 Matrix rounded(Matrix m, DType type);
 
+/// The decay from row j to row i >= j of a chunk as the scores take it: by the first row of i's
+/// block of 16.
+class PairDecays {
+ public:
+  struct Factors {
+    bool far;  ///< the columns would overflow; such pairs are exact
+    double up, down;
+  };
+
+  explicit PairDecays(Matrix G);
+  Factors operator()(int64_t i, int64_t j, int64_t c) const;
+
+ private:
+  static constexpr int64_t kBlock = 16;
+  Matrix G_;
+  Matrix up_;
+  std::vector<Matrix> down_;  ///< of a block's reference
+};
+
 /// One chunk. The letters are those of docs/semantics.md 4, natural logarithms; not rounded but for
 /// kg.
 struct ChunkOperands {
   int64_t begin, rows;
   Matrix G, q, k, v;
+  PairDecays decays;
   std::vector<double> beta;
   Matrix qe, ke;
   Matrix update;  ///< kg, transposed
@@ -55,8 +75,6 @@ class EmulatedHead {
       : case_(c), emulation_(emulation), s_(c.forward.sizes), range_(range), n_(n), hv_(hv) {}
 
  protected:
-  static constexpr int64_t kBlock = 16;  ///< rows that refer to one row in the scores
-
   /// A state of this head: f(element (k, v), index in the tensor).
   template <class F>
   void each_of_state(Matrix& state, F f) const {
@@ -87,12 +105,6 @@ class EmulatedHead {
   Matrix w_of(const ChunkOperands& x) const;
   void move_on(Matrix& state, const ChunkOperands& x, const Matrix& v_new) const;
 
-  /// Row and column factor of the pair j <= i of channel c: 2^(G_i - ref), 2^(ref - G_j).
-  struct Factors {
-    bool far;  ///< the columns would overflow; such pairs are exact
-    double up, down;
-  };
-  static Factors factors(const Matrix& G, int64_t i, int64_t j, int64_t c);
   DType score_type() const { return emulation_.rounded_scores ? emulation_.type : DType::kF64; }
 
   const Case& case_;
@@ -106,7 +118,7 @@ class EmulatedHead {
   Matrix keys(TensorId id, int64_t begin, int64_t rows) const;
   Matrix cumulative(int64_t begin, int64_t rows) const;
   double beta(int64_t token) const;
-  Matrix scores(const Matrix& x, const Matrix& k, const Matrix& G) const;
+  Matrix scores(const Matrix& x, const Matrix& k, const PairDecays& decays) const;
 };
 
 }  // namespace kda::cases

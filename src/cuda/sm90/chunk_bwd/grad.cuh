@@ -1,32 +1,70 @@
 // grad: one chunk of 32 tokens and one value head; h and dh around it, v_new and R of it and the
 // raw inputs -> dq, dk, dv, dg, dbeta and the chunk's part of dA_log and ddt_bias.
 //
-// Grid: one block of K / 64 warpgroups for each (chunk, value head), heads fastest. A warpgroup
-// owns 64 channels; two blocks (K = 64: three) share an SM, so that one computes while the other
-// loads.
+// Grid: as many blocks as fit the SMs, two each (K = 64: three), so that one computes while the
+// other waits. A block of K / 64 warpgroups walks over items, (chunk, value head), heads fastest,
+// in steps of the grid. A warpgroup owns 64 channels.
 //
 // Accumulators are transposed, [64 channels x 32 tokens]. With h, dh as A operands, in tiles of 64
 // columns of V:
 //   [dqe | Y]^T = h [do; R]^T, dkx^T = dh v_new^T        wgmma m64n64, m64n32
-//   [dP; dL] = [do; R] v_new^T                           the first warpgroup, m64n32
-//   rowsum_V(h . dh), rowsum_V(R . v), dv = beta R       CUDA cores, under the products
-// then the intra part (grad_intra.cuh) with bf16 operands of 48 and 64 rows, and everything of
-// (5.32), (5.33) in the accumulators' layout (grad_finish.cuh), at last the gates (grad_gates.cuh).
+//   [dP; dL] = [do; R] v_new^T                           m64n32
+//   rowsum_V(h . dh)                                     mma.sync, under the products
+//   rowsum_V(R . v), dv = beta R                         CUDA cores, under the products
+// The gates come between the first and the second tile, whose loads they hide; then the intra part
+// (grad_intra.cuh) with bf16 operands of 48 and 64 rows, and everything of (5.32), (5.33) in the
+// accumulators' layout (grad_finish.cuh), at last the gates' backward (grad_gates.cuh). The first
+// tiles of the next item load from the moment on when nothing reads the operands of the intra part,
+// its q, k and g once dq and dk have left their place.
 //
 // Shared memory, bytes, K = 128:
-//   tiles of h, dh, [do; R], v_new   45056   later operands of the intra part, then staging
+//   tiles of h, dh, [do; R], v_new   45056   later operands of the intra part
 //   [dP; dL] arranged                 8192
-//   G, fp32                          16896
-//   q, k                             17408
-//   sums                              7424
+//   G, fp32                          16896   later the steps of dg, then dg
+//   q, k                             17408   later staging of dq, dk
+//   raw g, room for fp32             17408
+//   sums, scalars, work items        10176
 //
-// Barriers: __syncthreads between the phases.
+// Barriers: `states_full`, an mbarrier, for h and dh; __syncthreads between the phases.
 #pragma once
 
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/sm90/chunk_bwd/grad_finish.cuh"
 
 namespace kda::cuda::sm90 {
+
+/// Into `work`: the first item from `item` on, in this block's steps, that has rows; one without
+/// rows if there is none. By one warp.
+__device__ __forceinline__ void find_grad_work(const GradLaunchParams& p, uint32_t item,
+                                               GradWork& work) {
+  const int lane = thread_index() % 32;
+  const auto HV = static_cast<uint32_t>(p.heads.HV);
+  const auto count = static_cast<uint32_t>(p.sequences.chunk_rows) * HV;
+  Chunk chunk{};
+  uint32_t found = item;
+  for (; item < count; item += gridDim.x) {
+    found = item;
+    chunk = small_chunk_of(p.sequences, item / HV);
+    if (chunk.rows > 0) break;
+    clear_partial(p, item / HV, item % HV, lane);
+  }
+  if (item >= count) chunk.rows = 0;
+  const uint32_t hv = found % HV;
+  const uint32_t head = hv / static_cast<uint32_t>(p.heads.group);
+  if (lane < kGradRows) {
+    const Tensor& t = p.rows[lane];
+    const int64_t offset = token_offset(t, chunk.batch, chunk.begin, lane <= kRowsK ? head : hv);
+    const bool narrow = t.dtype == kBFloat16 || t.dtype == kFloat16;
+    work.rows[lane] = static_cast<std::byte*>(t.data) + offset * (narrow ? 2 : 4);
+  }
+  if (lane > 0) return;
+  work.chunk = chunk;
+  work.item = found;
+  work.row = found / HV;
+  work.hv = hv;
+  work.head = head;
+  work.after = item + gridDim.x;
+}
 
 template <int K, int GATE>
 struct GradBlock {
@@ -124,7 +162,9 @@ struct GradBlock {
       for (int step = 4; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
       if (tid % 8 == 0) shared.value_product[tid / 8 + i * (kChunk / Traits::kValueRows)] = sum;
     }
-    if (warp < 4) put_scores_gradient(shared, sums.scores, p.scale, p.mantissa, warp, lane);
+    // Every warpgroup has the scores; with two of them, each writes half of the rows.
+    constexpr int kShare = 2 / (Traits::kWarps / 4);
+    put_scores_gradient<K, kShare>(shared, sums.scores, p.scale, p.mantissa, warp, lane);
   }
 
   /// G and the norms from the raw rows.
@@ -168,7 +208,7 @@ struct GradBlock {
 
   /// One item. The tiles of its first columns of V are on their way, then its rows; leaves those of
   /// `next` so.
-  __device__ __forceinline__ void run(const GradWork& next) const {
+  __device__ __forceinline__ void run(GradWork& next) const {
     ValueSums sums;
     take_values<1>(sums, 0);
     wait_for_copies<0>();
@@ -178,6 +218,10 @@ struct GradBlock {
     put_decays();
     walk_values(sums);
     put_value_sums(sums);
+    if (warp == Traits::kWarps - 1) {
+      find_grad_work(p, work.after, next);
+      if (lane == 0) next.tiles = work.tiles + static_cast<uint32_t>(p.heads.V) / kGradColumns;
+    }
     __syncthreads();
     const bool far = put_intra_tiles(shared);
     ptx::fence_proxy_async(ptx::space_shared);
@@ -204,39 +248,6 @@ struct GradBlock {
   }
 };
 
-/// Into `work`: the first item from `item` on, in this block's steps, that has rows; one without
-/// rows if there is none. By one warp.
-__device__ __forceinline__ void find_grad_work(const GradLaunchParams& p, uint32_t item,
-                                               GradWork& work) {
-  const int lane = thread_index() % 32;
-  const auto HV = static_cast<uint32_t>(p.heads.HV);
-  const auto count = static_cast<uint32_t>(p.sequences.chunk_rows) * HV;
-  Chunk chunk{};
-  uint32_t found = item;
-  for (; item < count; item += gridDim.x) {
-    found = item;
-    chunk = small_chunk_of(p.sequences, item / HV);
-    if (chunk.rows > 0) break;
-    clear_partial(p, item / HV, item % HV, lane);
-  }
-  if (item >= count) chunk.rows = 0;
-  const uint32_t hv = found % HV;
-  const uint32_t head = hv / static_cast<uint32_t>(p.heads.group);
-  if (lane < kGradRows) {
-    const Tensor& t = p.rows[lane];
-    const int64_t offset = token_offset(t, chunk.batch, chunk.begin, lane <= kRowsK ? head : hv);
-    const bool narrow = t.dtype == kBFloat16 || t.dtype == kFloat16;
-    work.rows[lane] = static_cast<std::byte*>(t.data) + offset * (narrow ? 2 : 4);
-  }
-  if (lane > 0) return;
-  work.chunk = chunk;
-  work.item = found;
-  work.row = found / HV;
-  work.hv = hv;
-  work.head = head;
-  work.after = item + gridDim.x;
-}
-
 template <int K, int GATE>
 __global__ void __launch_bounds__(GradTraits<K>::kThreads, GradTraits<K>::kBlocksPerSm)
     sm90_chunk_bwd_grad(const __grid_constant__ GradLaunchParams p) {
@@ -261,12 +272,6 @@ __global__ void __launch_bounds__(GradTraits<K>::kThreads, GradTraits<K>::kBlock
     GradWork& next = shared.work[at ^ 1];
     const int tid = thread_index();
     const int warp = __shfl_sync(~0u, tid / 32, 0);
-    if (warp == 0) {
-      find_grad_work(p, work.after, next);
-      if (tid == 0) {
-        next.tiles = work.tiles + static_cast<uint32_t>(p.heads.V) / kGradColumns;
-      }
-    }
     GradBlock<K, GATE>{shared, p, work, tid, warp, tid % 32}.run(next);
     if (next.chunk.rows == 0) return;
   }

@@ -182,11 +182,11 @@ struct GradFinish {
 
   /// Adds the warps' sums; dbeta.
   __device__ __forceinline__ void finish_sums() const {
-    const int tid = warp * 32 + lane;
-    for (int e = tid; e < 3 * kChunk; e += Traits::kThreads) {
+    constexpr int kShare = 3 * kChunk / Traits::kWarps;  // of a warp, so that none is late
+    if (lane < kShare) {
+      const int e = warp * kShare + lane;
       const int which = e / kChunk;
       const int t = e % kChunk;
-      if (which != kKeySum && !p.undo_l2norm) continue;
       float sum = 0;
 #pragma unroll
       for (int w = 0; w < Traits::kWarps; ++w) sum += shared.partial[which][w][t];

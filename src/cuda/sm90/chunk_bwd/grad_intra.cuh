@@ -70,15 +70,18 @@ __device__ __forceinline__ bool put_intra_tiles(GradShared<K>& shared) {
 }
 
 /// dP (5.2) and dL (5.28) from the products [do; R~] v_new^T, arranged; the diagonal apart.
-template <int K>
+/// HALVES: 2, or 1 where two warpgroups share the rows.
+template <int K, int HALVES>
 __device__ __forceinline__ void put_scores_gradient(GradShared<K>& shared, const float (&x)[16],
                                                     float scale, float mantissa, int warp,
                                                     int lane) {
+  const bool lower = HALVES == 1 && warp >= 4;
+  warp %= 4;
   const bool second = warp % 2 == 1;
   const float factor = warp < 2 ? scale : -mantissa;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = 16 * warp + lane / 4 + 8 * half;
+  for (int half = 0; half < HALVES; ++half) {
+    const int row = 16 * warp + lane / 4 + 8 * (lower ? 1 : half);
     const int i = row % kChunk;
     const auto put = [&](int column, float left, float right) {
       *reinterpret_cast<uint32_t*>(shared.scores + unit_offset(row, column / 8) + column % 8 * 2) =
@@ -87,8 +90,9 @@ __device__ __forceinline__ void put_scores_gradient(GradShared<K>& shared, const
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       const int j = 8 * n + lane % 4 * 2;
-      const float left = factor * x[4 * n + 2 * half];
-      const float right = factor * x[4 * n + 2 * half + 1];
+      const int r = 4 * n + 2 * half;
+      const float left = factor * (lower ? x[4 * n + 2] : x[r]);
+      const float right = factor * (lower ? x[4 * n + 3] : x[r + 1]);
       if (warp < 2 && j == i) shared.diagonal[i] = left;
       if (warp < 2 && j + 1 == i) shared.diagonal[i] = right;
       if (second || n < 2) put(second ? kBlock + j : j, j < i ? left : 0, j + 1 < i ? right : 0);
