@@ -21,7 +21,9 @@ struct Options {
   /// problem. No row outside the choice is taken (which kernels run: docs/api.md, Plan); a word
   /// that is neither is refused.
   std::string implementation;
-  /// Threads of the CPU backend; 0 = OpenMP's default. Results do not depend on it.
+  /// Threads of the CPU backend; 0 = OpenMP's default. Results do not depend on it. Where the
+  /// system refuses a thread (ulimit -u, memory), OpenMP ends the process: 1 needs no further one.
+  /// A child of a fork runs on one thread if its parent ran on several.
   int32_t threads = 0;
 };
 

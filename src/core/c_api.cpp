@@ -103,7 +103,12 @@ kda::Result<kda::Problem> from_c(const kda_problem* given) {
   problem.chunk_size = given->chunk_size;
   for (int i = 0; i < KDA_MAX_TENSORS; ++i) {
     if (given->tensors[i].dtype == KDA_NONE) continue;
-    if (i >= kda::kTensorCount) return invalid(fmt::format("tensors[{}]: no such tensor", i));
+    if (i >= kda::kTensorCount) {
+      return invalid(
+          fmt::format("tensors[{}]: found dtype {}, expected KDA_NONE: tensors are 0..{}; "
+                      "call kda_problem_init first",
+                      i, given->tensors[i].dtype, kda::kTensorCount - 1));
+    }
     problem.set(static_cast<kda::TensorId>(i), from_c(given->tensors[i]));
   }
   return problem;
@@ -149,6 +154,11 @@ kda_status kda_problem_make(kda_problem* problem, kda_operation operation, int64
     if (problem == nullptr) return invalid("kda_problem: null pointer");
     const auto wanted = static_cast<kda::Operation>(operation);
     if (kda::tensors_of(wanted).empty()) return unknown_operation(operation);
+    if (io < KDA_BF16 || io > KDA_F64) {
+      return invalid(
+          fmt::format("io: found value {}, expected KDA_BF16, KDA_F16, KDA_F32 or KDA_F64",
+                      static_cast<int32_t>(io)));
+    }
     const auto made = kda::Problem::make(wanted, {.B = B, .T = T, .H = H, .HV = HV, .K = K, .V = V},
                                          static_cast<kda::DType>(io));
     kda_problem_init(problem);

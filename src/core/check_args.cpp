@@ -2,6 +2,8 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <limits>
+#include <string_view>
 #include <utility>
 
 #include <fmt/format.h>
@@ -92,6 +94,19 @@ Status check_overlap(const Problem& problem, const Args& args, const Range& a, c
   return overlap(a.id, name_of(b.id), ", or both the same memory: address, dtype and strides");
 }
 
+/// No byte may have an address below the first one.
+bool wraps(std::uintptr_t address, std::uintptr_t bytes) {
+  return bytes > std::numeric_limits<std::uintptr_t>::max() - address;
+}
+
+template <class Bytes>
+Status leaves_address_space(std::string_view name, Bytes bytes, std::uintptr_t address) {
+  return {StatusCode::kInvalidArgument,
+          fmt::format("{}: {} bytes from address {:#x} leave the address space, expected the "
+                      "address of memory that holds them",
+                      name, bytes, address)};
+}
+
 }  // namespace
 
 Status check_args(const Problem& problem, const Args& args, std::size_t workspace_bytes,
@@ -111,6 +126,9 @@ Status check_args(const Problem& problem, const Args& args, std::size_t workspac
               fmt::format("{}: address {:#x} is not a multiple of {}, the size of {}",
                           name_of(spec.id), address, size_of(layout.dtype), name_of(layout.dtype))};
     }
+    if (wraps(address, static_cast<std::uintptr_t>(problem.bytes(spec.id)))) {
+      return leaves_address_space(name_of(spec.id), problem.bytes(spec.id), address);
+    }
     const std::uintptr_t end = address + static_cast<std::uintptr_t>(problem.bytes(spec.id));
     ranges[count++] = {spec.id, spec.role,       address, end - size_of(layout.dtype),
                        end,     is_dense(layout)};
@@ -122,6 +140,9 @@ Status check_args(const Problem& problem, const Args& args, std::size_t workspac
             fmt::format("workspace: found {} bytes at {:#x}, expected {} bytes "
                         "(Plan::workspace_bytes)",
                         args.workspace_bytes, workspace, workspace_bytes)};
+  }
+  if (wraps(workspace, workspace_bytes)) {
+    return leaves_address_space("workspace", workspace_bytes, workspace);
   }
   if (workspace_bytes > 0 && workspace % workspace_alignment != 0) {
     return {StatusCode::kInvalidArgument,

@@ -12,6 +12,7 @@
 
 #include "core/executor.h"
 #include "core/log.h"
+#include "core/shown.h"
 #include "kda/backend.h"
 
 namespace kda {
@@ -46,14 +47,18 @@ Request requested_implementation(const Options& options) {
   return {value != nullptr ? value : "", "environment variable KDA_IMPL"};
 }
 
+bool names(const std::vector<std::string_view>& words, const Implementation& row) {
+  return std::any_of(words.begin(), words.end(),
+                     [&](std::string_view word) { return word == row.name || word == row.family; });
+}
+
 /// The first word that is neither the name nor the family of a row, whatever its operation; "" if
 /// there is none.
 std::string_view unknown_word(const std::vector<std::string_view>& words) {
+  const auto rows = all_implementations();
   for (const std::string_view word : words) {
-    const auto rows = all_implementations();
-    if (std::none_of(rows.begin(), rows.end(), [&](const Implementation& row) {
-          return word == row.name || word == row.family;
-        })) {
+    if (std::none_of(rows.begin(), rows.end(),
+                     [&](const Implementation& row) { return names({word}, row); })) {
       return word;
     }
   }
@@ -70,35 +75,77 @@ std::string families() {
   return fmt::format("{}", fmt::join(names, ", "));
 }
 
+/// The rows of an operation: those on the device, and those on others that the words name.
+struct Rows {
+  std::vector<std::string_view> here;
+  std::vector<const Implementation*> chosen;  ///< of those here, in order
+  std::vector<std::string_view> elsewhere;
+};
+
+Rows rows_of(const Problem& problem, const Device& device,
+             const std::vector<std::string_view>& words) {
+  Rows rows;
+  for (const Implementation& row : all_implementations()) {
+    if (row.operation != problem.operation) continue;
+    if (row.device != device.type) {
+      if (names(words, row)) rows.elsewhere.push_back(row.name);
+      continue;
+    }
+    rows.here.push_back(row.name);
+    if (words.empty() || names(words, row)) rows.chosen.push_back(&row);
+  }
+  return rows;
+}
+
+Status refuse_word(const Request& request, std::string_view word, const Rows& rows,
+                   const Problem& problem, const Device& device) {
+  const auto all = all_implementations();
+  const bool has_cuda = std::any_of(all.begin(), all.end(), [](const Implementation& row) {
+    return row.device == DeviceType::kCuda;
+  });
+  return {StatusCode::kInvalidArgument,
+          fmt::format("{}: found \"{}\", expected one of the families {}, or for {} on {} one of "
+                      "{}{}",
+                      request.source, shown(word), families(), name_of(problem.operation),
+                      name_of(device.type),
+                      rows.here.empty() ? "none" : fmt::format("{}", fmt::join(rows.here, ", ")),
+                      has_cuda ? "" : "; " + cuda_unavailable_reason())};
+}
+
+/// Every word exists, but names no row here.
+Status refuse_choice(const Request& request, const Rows& rows, const Problem& problem,
+                     const Device& device) {
+  const bool on_cpu = device.type == DeviceType::kCpu;
+  const std::string_view other = name_of(on_cpu ? DeviceType::kCuda : DeviceType::kCpu);
+  const std::string absent = on_cpu ? cuda_unavailable_reason() : "";
+  std::string text =
+      fmt::format("{}: \"{}\" has no row for {} on {}", request.source, shown(request.text),
+                  name_of(problem.operation), name_of(device.type));
+  if (!rows.elsewhere.empty()) {
+    text += fmt::format("; {} runs on {}", fmt::join(rows.elsewhere, ", "), other);
+    if (!absent.empty()) text += ", which cannot be used here: " + absent;
+  }
+  text += fmt::format("; choose {}", fmt::join(rows.here, " or "));
+  if (!rows.elsewhere.empty() && absent.empty()) text += fmt::format(", or device {}", other);
+  return {StatusCode::kUnsupported, text};
+}
+
 /// The rows of an operation and device that the caller's choice leaves, in order.
 Result<std::vector<const Implementation*>> candidates(const Problem& problem, const Device& device,
                                                       const Options& options) {
   const Request request = requested_implementation(options);
   const std::vector<std::string_view> words = split(request.text);
-  std::vector<const Implementation*> chosen;
-  std::string available;
-  for (const Implementation& row : all_implementations()) {
-    if (row.operation != problem.operation || row.device != device.type) continue;
-    available += fmt::format("{}{}", available.empty() ? "" : ", ", row.name);
-    bool wanted = words.empty();
-    for (std::string_view word : words) wanted |= word == row.name || word == row.family;
-    if (wanted) chosen.push_back(&row);
+  Rows rows = rows_of(problem, device, words);
+  if (const std::string_view unknown = unknown_word(words); !unknown.empty()) {
+    return refuse_word(request, unknown, rows, problem, device);
   }
-  const std::string_view unknown = unknown_word(words);
-  if (!chosen.empty() && unknown.empty()) return chosen;
-  if (available.empty() && unknown.empty()) {
-    const bool no_cuda = device.type == DeviceType::kCuda && !cuda_unavailable_reason().empty();
-    return Status(StatusCode::kUnsupported,
-                  fmt::format("device {}: nothing runs {} there{}{}", name_of(device.type),
-                              name_of(problem.operation), no_cuda ? ": " : "",
-                              no_cuda ? cuda_unavailable_reason() : ""));
-  }
-  return Status(StatusCode::kInvalidArgument,
-                fmt::format("{}: found \"{}\", expected one of the families {}, or for {} on {} "
-                            "one of {}",
-                            request.source, unknown.empty() ? request.text : unknown, families(),
-                            name_of(problem.operation), name_of(device.type),
-                            available.empty() ? "none" : available));
+  if (!rows.chosen.empty()) return std::move(rows.chosen);
+  if (!rows.here.empty()) return refuse_choice(request, rows, problem, device);
+  const bool no_cuda = device.type == DeviceType::kCuda && !cuda_unavailable_reason().empty();
+  return Status(StatusCode::kUnsupported,
+                fmt::format("device {}: nothing runs {} there{}{}", name_of(device.type),
+                            name_of(problem.operation), no_cuda ? ": " : "",
+                            no_cuda ? cuda_unavailable_reason() : ""));
 }
 
 Status check_device(const Device& device) {

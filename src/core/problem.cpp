@@ -22,6 +22,7 @@ TensorLayout TensorLayout::contiguous(DType dtype, std::initializer_list<int64_t
 TensorLayout TensorLayout::strided(DType dtype, std::initializer_list<int64_t> shape,
                                    std::initializer_list<int64_t> stride) {
   TensorLayout layout = contiguous(dtype, shape);
+  if (stride.size() != shape.size()) layout.rank = -1;  // for validated() to refuse
   std::size_t i = 0;
   for (int64_t step : stride) {
     if (i == 4) break;

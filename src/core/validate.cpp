@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -198,17 +199,25 @@ std::string largest_size(const Problem& problem, const TensorSpec& spec) {
   return fmt::format("{} = {}", most->name, most->value);
 }
 
-/// Also of absent tensors: implementations make some of them in their workspace.
-Status check_canonical_sizes(const Problem& problem) {
+/// Of the tensors that are present or of the others.
+Status check_canonical_sizes(const Problem& problem, bool present) {
   for (const TensorSpec& spec : tensors_of(problem.operation)) {
+    if (problem.has(spec.id) != present) continue;
     const TensorLayout expected = problem.canonical_layout(spec.id);
     if (count_elements(expected) > kMaxElements) {
-      return invalid("sizes: {} is too large, {} would be [{}] = {}, expected at most {} elements",
-                     largest_size(problem, spec), name_of(spec.id), extents(expected), spec.shape,
-                     kMaxElements);
+      return invalid(
+          "sizes: {} is too large, {} would be [{}] = {}{}, expected at most {} elements",
+          largest_size(problem, spec), name_of(spec.id), extents(expected), spec.shape,
+          present ? "" : " (absent, but its size counts: work may take it)", kMaxElements);
     }
   }
   return {};
+}
+
+/// Also of absent tensors: implementations make some of them in their workspace.
+Status check_all_sizes(const Problem& problem) {
+  if (Status status = check_canonical_sizes(problem, true); !status.ok()) return status;
+  return check_canonical_sizes(problem, false);
 }
 
 /// Sufficient and, for slices and permutations of dense tensors, necessary.
@@ -291,7 +300,13 @@ Status resolve_tensor(Problem& problem, const TensorSpec& spec) {
   }
   const TensorLayout expected = problem.canonical_layout(spec.id);
   if (layout.rank == 0) layout = expected;
-  if (layout.rank < 0 || layout.rank > 4) {
+  if (layout.rank < 0) {
+    return invalid(
+        "{}: found rank {}, or strides of another number than the extents, expected {} "
+        "of each",
+        name, layout.rank, expected.rank);
+  }
+  if (layout.rank > 4) {
     return invalid("{}: found rank {}, expected {}", name, layout.rank, expected.rank);
   }
   clear_past_rank(layout);
@@ -306,6 +321,12 @@ Status resolve_tensor(Problem& problem, const TensorSpec& spec) {
   return {};
 }
 
+std::vector<std::string_view> names_of(std::span<const TensorSpec> specs) {
+  std::vector<std::string_view> names;
+  for (const TensorSpec& spec : specs) names.push_back(name_of(spec.id));
+  return names;
+}
+
 Status check_membership(const Problem& problem) {
   const auto specs = tensors_of(problem.operation);
   for (int i = 0; i < kTensorCount; ++i) {
@@ -313,7 +334,9 @@ Status check_membership(const Problem& problem) {
     if (!problem.has(id)) continue;
     if (std::none_of(specs.begin(), specs.end(),
                      [&](const TensorSpec& spec) { return spec.id == id; })) {
-      return invalid("{}: given, but {} does not use it", name_of(id), name_of(problem.operation));
+      return invalid(
+          "{}: given, but {} does not use it; leave it out (dtype none), expected none but {}",
+          name_of(id), name_of(problem.operation), fmt::join(names_of(specs), ", "));
     }
   }
   if (std::none_of(specs.begin(), specs.end(), [&](const TensorSpec& spec) {
@@ -376,7 +399,7 @@ Result<Problem> Problem::validated() const {
     return invalid("operation: found value {}, expected 0..{}", static_cast<int32_t>(operation),
                    kOperationCount - 1);
   }
-  for (auto* check : {check_membership, check_sizes, check_options, check_canonical_sizes}) {
+  for (auto* check : {check_membership, check_sizes, check_options, check_all_sizes}) {
     if (Status status = check(problem); !status.ok()) return status;
   }
   for (const TensorSpec& spec : tensors_of(operation)) {

@@ -28,15 +28,15 @@ inline void build_decays(float* decay, float* pc, float* sc, int64_t ld, int64_t
   for_vectors(width, [&](int64_t c) HWY_ATTR {
     Vec sum = hn::Zero(d);
     for (int64_t i = rows - 1; i >= 0; --i) {
-      hn::Store(hn::Exp(d, sum), d, sc + i * ld + c);
+      hn::Store(exp_of(d, sum), d, sc + i * ld + c);
       sum = hn::Add(sum, hn::Load(d, decay + i * ld + c));
     }
     sum = hn::Zero(d);
     for (int64_t i = 0; i < rows; ++i) {
       const Vec g = hn::Load(d, decay + i * ld + c);
       sum = hn::Add(sum, g);
-      hn::Store(hn::Exp(d, sum), d, pc + i * ld + c);
-      hn::Store(hn::Exp(d, g), d, decay + i * ld + c);
+      hn::Store(exp_of(d, sum), d, pc + i * ld + c);
+      hn::Store(exp_of(d, g), d, decay + i * ld + c);
     }
   });
 }
@@ -65,7 +65,7 @@ inline void load_chunk_decay(const Run& run, const Chunk& chunk, int64_t hv, flo
   load_tile(run.tokens(TensorId::kGamma, last, hv), 1, s.K, gamma, s.ldk, 1);
   const Vec ln2 = hn::Set(d, 0.693147180559945f);
   for_vectors(s.Kp, [&](int64_t c) HWY_ATTR {
-    hn::Store(hn::Exp(d, hn::Mul(hn::Load(d, gamma + c), ln2)), d, gamma + c);
+    hn::Store(exp_of(d, hn::Mul(hn::Load(d, gamma + c), ln2)), d, gamma + c);
   });
 }
 

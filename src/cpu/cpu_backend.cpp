@@ -15,6 +15,7 @@
 #include "cpu/cpu_kernels.h"
 #include "cpu/cpu_run.h"
 #include "cpu/padding.h"
+#include "cpu/team.h"
 
 namespace kda {
 namespace cpu {
@@ -84,7 +85,7 @@ class CpuExecutor final : public Executor {
 
  private:
   int threads_for(int64_t tasks) const {
-    return static_cast<int>(std::clamp<int64_t>(tasks, 1, threads_));
+    return team_size(static_cast<int>(std::clamp<int64_t>(tasks, 1, threads_)));
   }
 
   int64_t scratch_bytes() const { return scratch_ * static_cast<int64_t>(sizeof(float)); }

@@ -137,9 +137,8 @@ void load_tokens(const Run& run, const Chunk& block, int64_t hv, const GateTerms
   const Floats d;
   for (int64_t i = 0; i < n; ++i) {
     float* decay = w.decay + i * s.ldk;
-    for_vectors(s.Kp, [&](int64_t c) HWY_ATTR {
-      hn::Store(hn::Exp(d, hn::Load(d, decay + c)), d, decay + c);
-    });
+    for_vectors(s.Kp, [&](int64_t c)
+                          HWY_ATTR { hn::Store(exp_of(d, hn::Load(d, decay + c)), d, decay + c); });
     float beta = w.beta[i];
     if (run.problem.beta_sigmoid) {
       beta = (run.problem.allow_neg_eigval ? 2.0f : 1.0f) * sigmoid(beta);

@@ -12,6 +12,7 @@
 #include "core/sequences.h"
 #include "cpu/padding.h"
 #include "cpu/reference_operations.h"
+#include "cpu/team.h"
 
 namespace kda {
 namespace {
@@ -49,8 +50,8 @@ class ReferenceExecutor final : public Executor {
     Result<SequenceList> list = read_sequences(problem(), args);
     if (!list.ok()) return list.status();
     auto* workspace = static_cast<double*>(args.workspace);
-    if (Status status =
-            compute_({problem(), args, *list, threads_, workspace, workspace + shared_, scratch_});
+    if (Status status = compute_({problem(), args, *list, cpu::team_size(threads_), workspace,
+                                  workspace + shared_, scratch_});
         !status.ok()) {
       return status;
     }

@@ -114,6 +114,8 @@ void Preprocess::gate_gradient(const Position& at, double* dg, double& dA_log,
   if (problem_.gate == Gate::kNone) return;
   const double a = gate_slope(at.head);
   for (int64_t i = 0; i < problem_.sizes.K; ++i) {
+    // Nothing depends on this gate, whose slope may be infinite.
+    if (dg[i] == 0) continue;
     const double z = gate_input(at, i);
     double dz;
     double slope_term;
@@ -125,8 +127,9 @@ void Preprocess::gate_gradient(const Position& at, double* dg, double& dA_log,
       dz = dg[i] * problem_.lower_bound * sigmoid(a * z) * sigmoid(-a * z) * a;
       slope_term = dz * z;
     }
-    // An infinite input has a constant gate next to it: no gradient, where 0 inf would be NaN.
-    if (std::isfinite(z)) dA_log += slope_term;
+    // An infinite input has a constant gate next to it: no gradient, where 0 inf would be NaN. A
+    // NaN is nothing of that kind.
+    if (!std::isinf(z)) dA_log += slope_term;
     ddt_bias[i] += dz;
     dg[i] = dz;
   }

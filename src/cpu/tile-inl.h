@@ -67,8 +67,9 @@ HWY_INLINE hn::Vec<hn::RebindToSigned<Floats>> encode_bf16(Vec x) {
   const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(du, 1u));
   const auto rounded = hn::ShiftRight<16>(hn::Add(hn::Add(bits, hn::Set(du, 0x7fffu)), odd));
   const auto quiet = hn::Or(hn::ShiftRight<16>(bits), hn::Set(du, 0x40u));
-  const auto nan = hn::RebindMask(du, hn::Ne(x, x));
-  return hn::BitCast(di, hn::IfThenElse(nan, quiet, rounded));
+  // hn::Ne(x, x) would not do: it is false for NaN on AVX.
+  const auto number = hn::RebindMask(du, hn::Eq(x, x));
+  return hn::BitCast(di, hn::IfThenElse(number, rounded, quiet));
 }
 
 /// kPad contiguous elements to floats.
@@ -254,6 +255,12 @@ inline float dot(const float* a, const float* b, int64_t width) {
   return sum_lanes(d, sum);
 }
 
+/// e^x. hn::Exp takes a NaN for a number below its range and answers 0.
+HWY_INLINE Vec exp_of(Floats d, Vec x) { return hn::IfThenElse(hn::Eq(x, x), hn::Exp(d, x), x); }
+
+/// The larger one; NaN if x is. hn::Max leaves open which operand it takes then.
+HWY_INLINE Vec at_least(Vec least, Vec x) { return hn::IfThenElse(hn::Lt(x, least), least, x); }
+
 /// (3.1)-(3.2): normalises rows, keeps 1 / norm.
 inline void normalise_rows(float* tile, int64_t ld, int64_t rows, int64_t width, float* r) {
   const Floats d;
@@ -302,25 +309,34 @@ struct GateTerms {
   const float* bias;
 };
 
+/// As a float, neither 0 nor infinite unless x is: infinity and 0 keep their meaning times it.
+inline float factor_of(double x) {
+  constexpr double kLeast = std::numeric_limits<float>::min();
+  constexpr double kMost = std::numeric_limits<float>::max();
+  return static_cast<float>(x == 0 || std::isinf(x) ? x : std::clamp(x, kLeast, kMost));
+}
+
 inline GateTerms load_gate(const Run& run, int64_t hv, float* bias) {
   load_tile(run.head_row(TensorId::kDtBias, hv), 1, run.dims.K, bias, 0, 1);
   alignas(64) float a_log[kPad];
   load_tile(run.head_row(TensorId::kALog, hv), 1, 1, a_log, 0, 1);
-  constexpr double kLeast = std::numeric_limits<float>::min();
-  constexpr double kMost = std::numeric_limits<float>::max();
   const auto A_log = static_cast<double>(a_log[0]);
   const bool softplus = run.problem.gate == Gate::kSoftplus;
   const double scale = softplus ? std::exp(A_log) : -run.problem.lower_bound;
   const double log_scale = softplus ? A_log : std::log(scale);
   GateTerms gate{run.problem.gate,
                  1.0f,
-                 static_cast<float>(std::clamp(scale, kLeast, kMost)),
-                 scale > kMost,
+                 factor_of(scale),
+                 scale > static_cast<double>(std::numeric_limits<float>::max()),
                  {static_cast<float>(log_scale), 0.0f},
                  bias};
-  gate.log_scale[1] = static_cast<float>(log_scale - static_cast<double>(gate.log_scale[0]));
-  // Neither 0 nor infinite, so that infinity and 0 keep their meaning times it.
-  if (!softplus) gate.slope = static_cast<float>(std::clamp(std::exp(A_log), kLeast, kMost));
+  if (std::isfinite(log_scale)) {
+    gate.log_scale[1] = static_cast<float>(log_scale - static_cast<double>(gate.log_scale[0]));
+  }
+  if (softplus) return gate;
+  gate.slope = factor_of(std::exp(A_log));
+  // The columns beyond K stay finite: 0 times an infinite slope would be NaN.
+  if (std::isinf(gate.slope)) std::fill(bias + run.dims.K, bias + run.dims.Kp, 1.0f);
   return gate;
 }
 
@@ -334,14 +350,14 @@ HWY_INLINE Vec times_scale(Floats d, const GateTerms& gate, Vec x, Vec y) {
   // Where y makes up for such a scale it is exp(x), and leaves the range of floats too.
   Vec power = hn::Add(x, hn::Set(d, gate.log_scale[0]));
   power = hn::Add(power, hn::Set(d, gate.log_scale[1]));
-  const Vec tail = hn::Neg(hn::Exp(d, hn::Min(power, hn::Set(d, 80.0f))));
+  const Vec tail = hn::Neg(exp_of(d, hn::Neg(at_least(hn::Set(d, -80.0f), hn::Neg(power)))));
   return hn::IfThenElse(hn::Lt(x, hn::Set(d, -20.0f)), tail, plain);
 }
 
 /// sigmoid(x); of -x where `mirrored`.
 HWY_INLINE Vec sigmoid_of(Floats d, Vec x, bool mirrored = false) {
   const Vec one = hn::Set(d, 1.0f);
-  const Vec e = hn::Exp(d, hn::Neg(hn::Abs(x)));
+  const Vec e = exp_of(d, hn::Neg(hn::Abs(x)));
   const auto upper = mirrored ? hn::Lt(x, hn::Zero(d)) : hn::Ge(x, hn::Zero(d));
   return hn::Div(hn::IfThenElse(upper, one, e), hn::Add(one, e));
 }
@@ -351,7 +367,7 @@ HWY_INLINE Vec log_decay(Floats d, const GateTerms& gate, Vec z) {
   if (gate.kind == Gate::kNone) return z;
   if (gate.kind == Gate::kSoftplus) {
     const Vec tail = hn::Log1p(d, hn::Exp(d, hn::Neg(hn::Abs(z))));
-    return times_scale(d, gate, z, hn::Add(hn::Max(hn::Zero(d), z), tail));
+    return times_scale(d, gate, z, hn::Add(at_least(hn::Zero(d), z), tail));
   }
   const Vec x = hn::Mul(hn::Set(d, gate.slope), z);
   return times_scale(d, gate, x, sigmoid_of(d, x));
@@ -372,8 +388,7 @@ inline void apply_gate(const GateTerms& gate, float* tile, int64_t ld, int64_t v
   for (int64_t i = 0; i < valid; ++i, tile += ld) {
     for_vectors(width, [&](int64_t c) HWY_ATTR {
       const Vec z = hn::Add(hn::Load(d, tile + c), hn::Load(d, gate.bias + c));
-      // In this order a NaN passes on every target.
-      hn::Store(hn::Max(hn::Set(d, kLeastLogDecay), log_decay(d, gate, z)), d, tile + c);
+      hn::Store(at_least(hn::Set(d, kLeastLogDecay), log_decay(d, gate, z)), d, tile + c);
     });
   }
   zero_tile(tile, ld, rows - valid, width);

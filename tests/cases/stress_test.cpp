@@ -1,4 +1,5 @@
 // The problems that `kda stress` draws, and that its judge sees what is wrong.
+#include <cmath>
 #include <limits>
 #include <map>
 #include <optional>
@@ -246,6 +247,31 @@ TEST(StressDye, StaysInItsSequenceAndIsSeenInOthers) {
   EXPECT_EQ(trace_of_dye(trial, right, traced), "");
   o.set((trial.draw.dyed == 0 ? 1 : 0) * row, 7);
   EXPECT_NE(trace_of_dye(trial, right, traced), "");
+}
+
+TEST(StressNan, IsOneGateAndMayNotBeHidden) {
+  const Trial trial =
+      prepare(first([](const Draw& d) {
+                return d.dyed >= 0 && d.problem.operation == Operation::kChunkForward &&
+                       !d.problem.packed() && d.problem.sizes.T > 1 && d.spec.io == DType::kF32;
+              }),
+              false)
+          .value();
+  const TensorMap inputs = nan_inputs(trial);
+  int64_t changed = 0;
+  for (int64_t i = 0; i < inputs.at(kG).count(); ++i) {
+    changed += std::isnan(inputs.at(kG).get(i)) && !std::isnan(trial.inputs.input(kG)->get(i));
+  }
+  EXPECT_EQ(changed, 1);
+  const TensorMap expected = expected_of(trial.draw, inputs).value();
+  TensorMap outputs = expected;
+  EXPECT_EQ(hidden_nan(expected, outputs), "");
+  HostTensor& o = outputs.at(kO);
+  int64_t last = o.count() - 1;
+  while (last >= 0 && !std::isnan(o.get(last))) --last;
+  ASSERT_GE(last, 0);
+  o.set(last, 0);
+  EXPECT_NE(hidden_nan(expected, outputs), "");
 }
 
 }  // namespace

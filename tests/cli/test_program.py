@@ -108,13 +108,23 @@ class BadUsage(ProgramTest):
             ["support", "--shape", "99999999999999999999,1,1,1,1,1"],
             ["stress", "--seed", "-1"],
             ["stress", "--seconds", "0"],
+            ["stress", "--seconds", "nan"],
+            ["stress", "--seconds", "inf"],
+            ["stress", "--seconds", "1s"],
             ["stress", "--problems", "0"],
+            ["stress", "--problems", "9223372036854775808"],
+            ["stress", "--case", "9223372036854775808"],
             ["stress", "--case", "-1"],
             ["stress", "--case", "1", "--problems", "2"],
             ["stress", "--device", "tpu"],
             ["stress", "--impl", "nobody"],
             ["doctor", "--device", "tpu"],
             ["doctor", "--impl", "nobody"],
+            ["verify", "--device", "gpu"],
+            ["verify", "--impl", "nobody"],
+            ["bench", "--impl", "nobody"],
+            ["support", "--operation", "chunk_fwd", "--pool", "4"],
+            ["support", "--pool", "4"],
             ["run", DATA / "beta_zero.safetensors", "-o", ""],
             ["run", DATA / "beta_zero.safetensors", "-o", self.out, "--dtype", "int8"],
         ):
@@ -122,6 +132,7 @@ class BadUsage(ProgramTest):
                 result = kda(*arguments)
                 self.check(result, 2)
                 self.assertRegex(result.stderr, r"\Akda: [^\n]+\n\Z")
+                self.assertEqual(result.stdout, "", "not even the header of a table")
                 result = kda(*arguments, "--json")
                 self.check(result, 2)
                 (error,) = self.lines(result)
@@ -133,6 +144,13 @@ class BadUsage(ProgramTest):
             (["frob"], 'found command "frob", expected one of run, verify, bench, support, doctor, stress'),
             (["support", "--sequences", "-1", "--shape", "1,1,1,1,1,1"],
              "--sequences: found -1, expected 0 or more"),
+            (["support", "--operation", "chunk_fwd", "--pool", "4"],
+             "--pool: chunk_fwd has no pool of states, expected --operation recurrent"),
+            (["support", "--shape", "1,64,1,1,32,32", "--operation", "intra", "--qk-l2norm"],
+             "--qk-l2norm: intra has no normalisation inside, expected --operation chunk_fwd or "
+             "chunk_bwd or recurrent"),
+            (["support", "--state-dtype", "bf16"],
+             "--state-dtype: found without --shape, expected --shape B,T,H,HV,K,V beside it"),
             (["support", "--shape", "99999999999999999999,1,1,1,1,1"],
              "found 99999999999999999999, expected an integer that fits 64 bits"),
             (["stress", "--seed", "18446744073709551616"],
@@ -427,6 +445,14 @@ class AtomicOutput(ProgramTest):
         self.assertEqual((folder / "out").read_text(), "old")
         self.assertEqual(len(list(folder.iterdir())), 1)
 
+    def test_a_choice_that_is_of_another_operation_is_exit_3(self):
+        self.write_case()
+        result = kda("run", self.case, "-o", self.out, "--device", "cpu", "--impl", "cpu_intra")
+        self.check(result, 3)
+        self.assertIn('implementation: "cpu_intra" has no row for chunk_fwd on cpu; choose '
+                      "cpu_chunk_fwd or reference_chunk_fwd\n", result.stderr)
+        self.assertEqual(self.files(), ["case.safetensors"])
+
     def test_a_failed_run_keeps_the_old_file(self):
         self.fails(self.out, "--impl", "nobody")
         self.fails(self.out, "--device", "cuda:4096", code=3)
@@ -508,6 +534,9 @@ class Verify(ProgramTest):
         result = kda("verify", DATA / "beta_zero.safetensors", "--device", "cuda:4096", "--json")
         self.check(result, 3)
         self.assertIn("CUDA", self.lines(result)[-1]["error"])
+        result = kda("verify", "--device", "cuda:4096")
+        self.check(result, 3)
+        self.assertEqual(result.stdout, "", "not even the header of the table")
 
     def test_output_that_cannot_be_written_is_no_success(self):
         # Lost at the end, while printing, and object by object.
@@ -537,6 +566,14 @@ class Bench(ProgramTest):
                     self.assertGreater(row["bytes"], 0)
                     self.assertGreater(row["copy_share"], 0)
                     self.assertGreaterEqual(row["flop"], 0)
+
+    def test_the_results_hold_their_command(self):
+        result = kda("bench", "--shape", "1,64,1,1,32,32", "--repeat", "1", "--device", "cpu",
+                     "--impl", "cpu_chunk_fwd, cpu_chunk_bwd", "--json")
+        self.check(result, 0)
+        self.assertEqual(self.lines(result)[0]["command"],
+                         "kda bench --shape 1,64,1,1,32,32 --repeat 1 --device cpu "
+                         "--impl 'cpu_chunk_fwd, cpu_chunk_bwd' --json")
 
     def test_packed_sequences_are_timed(self):
         result = kda("bench", "--suite", "prefill", "--shape", "1,48,1,2,32,32", "--lengths",
@@ -609,6 +646,27 @@ class Stress(ProgramTest):
             self.check(result, 0)
         self.fail("every problem was one for cpu_gate_cumsum")
 
+    def test_nothing_to_try_is_exit_3(self):
+        (report,) = self.lines(kda("doctor", "--device", "cpu", "--json"))
+        built = {row["family"] for row in self.lines(kda("support", "--json"))}
+        if report["cuda"] == "usable" or "cuda" not in built:
+            self.skipTest("this needs a build with CUDA where CUDA cannot be used")
+        result = kda("stress", "--impl", "cuda", "--problems", "1")
+        self.check(result, 3)
+        self.assertEqual(result.stderr, "kda: --impl: found cuda, which runs on CUDA alone: "
+                         + report["cuda"] + "\n")
+
+    def test_a_run_that_tested_nothing_is_exit_3(self):
+        for number in range(1, 20):
+            result = kda("stress", "--seed", number, "--problems", "1", "--device", "cpu", "--impl",
+                         "cpu_recurrent")
+            if result.returncode == 3:
+                self.assertIn("0 calls", result.stdout)
+                self.assertIn("kda: nothing was tested: ", result.stderr)
+                return
+            self.check(result, 0)
+        self.fail("every first problem was one for cpu_recurrent")
+
     def test_it_ends_in_time(self):
         start = time.monotonic()
         result = kda("stress", "--seconds", "0.5", "--device", "cpu", "--json")
@@ -644,6 +702,35 @@ class SupportAndDoctor(ProgramTest):
         self.check(wrong, 2)
         self.assertIn("--state-dtype: found int8", wrong.stdout)
         self.check(kda(*ask, "--pool", "-1"), 2)
+
+    def test_support_goes_on_where_the_choice_has_nothing(self):
+        result = kda("support", "--shape", "1,64,1,1,32,32", "--device", "cpu", "--impl",
+                     "cpu_intra", "--json")
+        self.check(result, 3)
+        rows = self.lines(result)
+        self.assertEqual([row["impl"] for row in rows if row.get("chosen")], ["cpu_intra"])
+        refused = [row for row in rows if "error" in row]
+        self.assertEqual(len(refused), 10)
+        self.assertEqual({(row["exit_code"], row["kind"]) for row in refused},
+                         {(3, "unsupported")})
+
+    def test_support_tells_what_a_gpu_that_is_not_here_would_lack(self):
+        report = self.lines(kda("doctor", "--device", "cpu", "--json"))[0]
+        built = {row["impl"] for row in self.lines(kda("support", "--json"))}
+        ask = ("support", "--operation", "chunk_fwd", "--device", "cuda", "--json", "--shape")
+        result = kda(*ask, "1,64,1,1,100,64")
+        if "sm90_chunk_fwd" not in built:
+            self.check(result, 3)
+            self.assertIn("this build has no CUDA", result.stderr)
+            return
+        (reason,) = [row["reason"] for row in self.lines(result)
+                     if row["impl"] == "sm90_chunk_fwd"]
+        self.assertIn("K = 100 (64 or 128)", reason)
+        if report["cuda"] != "usable":
+            self.check(result, 3)
+            self.assertEqual(reason, report["cuda"] + ", and K = 100 (64 or 128)")
+            fits = self.lines(kda(*ask, "1,64,1,1,128,64"))
+            self.assertEqual({row["reason"] for row in fits}, {report["cuda"]})
 
     def test_support_says_what_is_chosen(self):
         result = kda("support", "--shape", "1,100,2,4,64,64", "--gate", "softplus", "--device",

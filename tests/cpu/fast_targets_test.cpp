@@ -1,26 +1,11 @@
 // Every instruction set in this build, on a machine that has it: the same limits hold on each.
 #include <gtest/gtest.h>
-#include <hwy/targets.h>
 
 #include "fast_support.h"
+#include "fast_target.h"
 
 namespace kda {
 namespace {
-
-/// Makes the dispatcher choose one instruction set, and all again at the end.
-class OnlyTarget {
- public:
-  explicit OnlyTarget(int64_t target) { choose(target); }
-  OnlyTarget(const OnlyTarget&) = delete;
-  OnlyTarget& operator=(const OnlyTarget&) = delete;
-  ~OnlyTarget() { choose(0); }
-
- private:
-  static void choose(int64_t targets) {
-    hwy::SetSupportedTargetsForTest(targets);
-    hwy::GetChosenTarget().Update(hwy::SupportedTargets());
-  }
-};
 
 TEST(FastTargets, EachMeetsTheLimits) {
   const FastCase cases[] = {
@@ -28,10 +13,7 @@ TEST(FastTargets, EachMeetsTheLimits) {
       {"bf16", {1, 70, 1, 1, 64, 64}, DType::kBF16, Gate::kNone},
       {"fp16", {1, 70, 1, 1, 32, 48}, DType::kF16, Gate::kLowerBound, true, true, true},
   };
-  const int64_t supported = hwy::SupportedTargets();
-  for (int64_t rest = supported; rest != 0; rest &= rest - 1) {
-    const OnlyTarget only(rest & -rest);
-    SCOPED_TRACE(hwy::TargetName(rest & -rest));
+  for_each_target([&] {
     for (const FastCase& c : cases) {
       SCOPED_TRACE(c.name);
       for (const Operation operation :
@@ -41,7 +23,7 @@ TEST(FastTargets, EachMeetsTheLimits) {
         expect_close(run_reference(problem, inputs), run_fast(problem, inputs));
       }
     }
-  }
+  });
 }
 
 }  // namespace

@@ -4,6 +4,9 @@
 #include <thread>
 #include <vector>
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <gtest/gtest.h>
 
 #include "kda/backend.h"
@@ -117,6 +120,26 @@ TEST(Threads, MakePlansOfAllKindsAtOnce) {
     }
   });
   for (const std::string& report : reports) EXPECT_EQ(report, "");
+}
+
+// The runtime's threads are not in a child of a fork, where it would wait for them for ever.
+TEST(Threads, AChildOfAForkRuns) {
+  const Case c = small_case();
+  for (const std::string& family : families_of_cpu()) {
+    Conditions conditions = choosing(family);
+    conditions.options.threads = 3;
+    const TensorMap expected = run_case(c, conditions);
+    const pid_t child = fork();
+    ASSERT_GE(child, 0);
+    if (child == 0) {
+      alarm(30);
+      _exit(other_bits(expected, run_case(c, conditions)).empty() ? 0 : 1);
+    }
+    int status = 0;
+    ASSERT_EQ(waitpid(child, &status, 0), child);
+    EXPECT_TRUE(WIFEXITED(status)) << family << ": signal " << WTERMSIG(status);
+    EXPECT_EQ(WEXITSTATUS(status), 0) << family;
+  }
 }
 
 TEST(Threads, ResultsDoNotDependOnTheirNumber) {

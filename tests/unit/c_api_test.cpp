@@ -177,6 +177,11 @@ TEST(CApi, UnknownEnumeratorsAreRefused) {
   kda_problem other;
   expect_error(kda_problem_make(&other, static_cast<kda_operation>(11), 1, 1, 1, 1, 1, 1, KDA_F32),
                KDA_INVALID_ARGUMENT, "operation: found value 11, expected 0..10");
+  for (const int32_t io : {int32_t{KDA_NONE}, int32_t{KDA_I32}, 7, -1}) {
+    expect_error(
+        kda_problem_make(&other, KDA_CHUNK_FORWARD, 1, 1, 1, 1, 1, 1, static_cast<kda_dtype>(io)),
+        KDA_INVALID_ARGUMENT, ("io: found value " + std::to_string(io)).c_str());
+  }
   kda_tensor_spec spec;
   expect_error(kda_tensor_spec_at(static_cast<kda_operation>(-1), 0, &spec), KDA_INVALID_ARGUMENT,
                "operation: found value -1");
@@ -194,7 +199,7 @@ TEST(CApi, UnknownEnumeratorsAreRefused) {
   problem = forward();
   problem.tensors[60].dtype = KDA_F32;
   expect_error(kda_supports(&problem, KDA_CPU, 0, nullptr), KDA_INVALID_ARGUMENT,
-               "tensors[60]: no such tensor");
+               "tensors[60]: found dtype 3, expected KDA_NONE: tensors are 0..40");
   problem = forward();
   problem.tensors[KDA_Q].rank = 1 << 30;
   expect_error(kda_supports(&problem, KDA_CPU, 0, nullptr), KDA_INVALID_ARGUMENT,

@@ -100,6 +100,15 @@ TEST_F(CheckArgs, RefusesSmallMissingOrMisalignedWorkspace) {
   EXPECT_TRUE(check_args(problem_, args_, 0, 64).ok()) << "none is needed";
 }
 
+TEST_F(CheckArgs, RefusesWhatWrapsAroundTheAddressSpace) {
+  const Args before = args_;
+  args_.out(kQ, reinterpret_cast<void*>(~std::uintptr_t{3}));
+  expect_refused({"q: 256 bytes from address 0xfff", "leave the address space"});
+  args_ = before;
+  args_.workspace = reinterpret_cast<void*>(~std::uintptr_t{63});
+  expect_refused({"workspace: 1024 bytes from address 0xfff", "leave the address space"});
+}
+
 TEST_F(CheckArgs, RefusesOverlap) {
   args_.out(kO, static_cast<std::byte*>(args_[kV]) + 252);
   expect_refused({"o: its memory overlaps v"});

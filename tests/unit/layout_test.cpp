@@ -32,6 +32,20 @@ TEST(Layout, ContiguousAndStrided) {
   EXPECT_EQ(span_elements(TensorLayout::strided(DType::kF32, {2, 3}, {0, 1})), 3);
 }
 
+TEST(Layout, AsManyStridesAsExtents) {
+  using List = std::initializer_list<int64_t>;
+  const auto verdict = [](List stride) {
+    Problem problem = forward();
+    problem.set(kQ, TensorLayout::strided(DType::kBF16, {2, 70, 2, 16}, stride));
+    return problem.validated().status().message();
+  };
+  const std::string refusal = "q: found rank -1, or strides of another number";
+  EXPECT_EQ(verdict({}).rfind(refusal, 0), 0u) << verdict({});
+  EXPECT_EQ(verdict({2240, 32, 16}).rfind(refusal, 0), 0u);
+  EXPECT_EQ(verdict({2240, 32, 16, 1, 1}).rfind(refusal, 0), 0u);
+  EXPECT_EQ(verdict({2240, 32, 16, 1}), "");
+}
+
 TEST(Layout, SizesThatOverflowSaturate) {
   constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
   EXPECT_EQ(saturating_product(kMost, 2), kMost);

@@ -58,6 +58,12 @@ std::vector<ImplementationInfo> rows_of(Operation operation) {
   return rows;
 }
 
+bool has_rows_on(DeviceType device) {
+  const std::vector<ImplementationInfo> rows = implementations();
+  return std::any_of(rows.begin(), rows.end(),
+                     [&](const ImplementationInfo& row) { return row.device == device; });
+}
+
 Options choosing(std::string_view name) {
   Options options;
   options.implementation = name;
@@ -129,13 +135,59 @@ TEST(MakePlan, ListsAndSpaces) {
 TEST(MakePlan, UnknownNamesAreRefusedWithTheList) {
   const Environment environment(nullptr);
   const Problem problem = problem_of(Operation::kChunkForward);
-  for (const char* name : {"fastest", "reference_chunk_bwd", "CPU", "cpu_chunk"}) {
+  for (const char* name : {"fastest", "CPU", "cpu_chunk"}) {
     const Status status = supports(problem, {}, choosing(name));
     EXPECT_EQ(status.code(), StatusCode::kInvalidArgument) << name;
     EXPECT_EQ(status.message().rfind("implementation: found \"" + std::string(name) + "\"", 0), 0u)
         << status.message();
     EXPECT_NE(status.message().find("reference_chunk_fwd"), std::string::npos);
+    EXPECT_EQ(status.message().find("this build has no CUDA") == std::string::npos,
+              has_rows_on(DeviceType::kCuda))
+        << status.message();
   }
+}
+
+// The word exists, so that the refusal is about this operation and device.
+TEST(MakePlan, NamesOfOtherOperationsAndDevicesAreUnsupported) {
+  const Environment environment("reference_chunk_bwd");
+  const Problem problem = problem_of(Operation::kChunkForward);
+  const Status status = supports(problem);
+  EXPECT_EQ(status.code(), StatusCode::kUnsupported);
+  EXPECT_EQ(status.message(),
+            "environment variable KDA_IMPL: \"reference_chunk_bwd\" has no row for chunk_fwd on "
+            "cpu; choose cpu_chunk_fwd or reference_chunk_fwd");
+  EXPECT_EQ(explain(problem).status().message(), status.message());
+
+  const std::string absent = cuda_unavailable_reason();
+  for (const ImplementationInfo& row : implementations()) {
+    if (row.device != DeviceType::kCuda) continue;
+    const std::string name(row.name);
+    const Status refused = supports(problem_of(row.operation), {}, choosing(name));
+    EXPECT_EQ(refused.code(), StatusCode::kUnsupported) << refused.message();
+    const std::string start =
+        "implementation: \"" + name + "\" has no row for " + std::string(name_of(row.operation)) +
+        " on cpu; " + name + " runs on cuda" +
+        (absent.empty() ? "" : ", which cannot be used here: " + absent) + "; choose ";
+    EXPECT_EQ(refused.message().rfind(start, 0), 0U) << refused.message();
+    EXPECT_EQ(refused.message().ends_with(", or device cuda"), absent.empty());
+  }
+  if (!has_rows_on(DeviceType::kCuda)) return;
+  const Status reverse = supports(problem, {DeviceType::kCuda, 0}, choosing("reference"));
+  EXPECT_EQ(reverse.code(), StatusCode::kUnsupported);
+  EXPECT_NE(reverse.message().find("; reference_chunk_fwd runs on cpu; choose cuda_chunk_fwd"),
+            std::string::npos)
+      << reverse.message();
+}
+
+TEST(MakePlan, WhatIsFoundIsShownPrintableAndShort) {
+  const Environment environment(nullptr);
+  const Problem problem = problem_of(Operation::kChunkForward);
+  const std::string message = supports(problem, {}, choosing("a\nb\xff")).message();
+  EXPECT_EQ(message.rfind("implementation: found \"a\\x0ab\\xff\", expected", 0), 0u) << message;
+  const std::string longest(10'000'000, 'x');
+  const std::string cut = supports(problem, {}, choosing(longest.c_str())).message();
+  EXPECT_NE(cut.find("x... (10000000 bytes)"), std::string::npos);
+  EXPECT_LT(cut.size(), 600u);
 }
 
 TEST(MakePlan, EnvironmentVariableChooses) {

@@ -123,7 +123,8 @@ const std::vector<Refusal> kSizes = {
        p.sizes.T = 0;
        p.sizes.B = int64_t{1} << 40;
      },
-     {"sizes: B = 1099511627776 is too large", "initial_state would be [1099511627776,4,16,24]"}},
+     {"sizes: B = 1099511627776 is too large", "initial_state would be [1099511627776,4,16,24]",
+      "absent"}},
 };
 
 const std::vector<Refusal> kOptions = {
@@ -405,7 +406,7 @@ const std::vector<Refusal> kNeeds = {
     {"NumAcceptedIsForTheRecurrence",
      forward,
      [](Problem& p) { p.set(kNumAccepted, DType::kI32); },
-     {"num_accepted: given, but chunk_fwd does not use it"}},
+     {"num_accepted: given, but chunk_fwd does not use it", "leave it out", "none but q, k, v"}},
 };
 
 std::string name_of_refusal(const testing::TestParamInfo<Refusal>& info) { return info.param.name; }

@@ -98,6 +98,7 @@ Result<Bench> set_up(const BenchCommand& command) {
   for (const Workload& workload : workloads) {
     if (Status status = workload.problem.validated().status(); !status.ok()) return status;
   }
+  if (Status status = check_common(command.common); !status.ok()) return status;
   Result<Device> device = choose_device(command.common, workloads.front().problem);
   if (!device.ok()) return device.status();
   bench.device = *device;
@@ -209,6 +210,7 @@ void print_machine(const Bench& bench) {
                 {"device", name_of(bench.device)},
                 {"version", version()},
                 {"date", date},
+                {"command", command.line},
                 {"dtype", command.dtype},
                 {"gate", command.gate},
                 {"copy_gb_per_s", bench.copy_bandwidth * 1e-9}});
@@ -222,7 +224,7 @@ void print_machine(const Bench& bench) {
                "implementation", "host us", "p20", "p80", "launches");
     return;
   }
-  fmt::print("{:<13}{:<30}{:<30}{:>10}{:>10}{:>10}{:>9}{:>9}{:>8}{:>10}\n", "operation", "shape",
+  fmt::print("{:<13}{:<48}{:<30}{:>10}{:>10}{:>10}{:>9}{:>9}{:>8}{:>10}\n", "operation", "shape",
              "implementation", "median ms", "p20", "p80", "MB", "GFLOP", "copy %", "GFLOP/s");
 }
 
@@ -281,7 +283,7 @@ void print_row(const Bench& bench, const Workload& workload, const Measured& mea
                 {"workspace_bytes", measured.workspace_bytes}});
     return;
   }
-  fmt::print("{:<13}{:<30}{:<30}{:>10.4f}{:>10.3f}{:>10.3f}{:>9.1f}{:>9.2f}{:>7.1f}%{:>10.1f}\n",
+  fmt::print("{:<13}{:<48}{:<30}{:>10.4f}{:>10.3f}{:>10.3f}{:>9.1f}{:>9.2f}{:>7.1f}%{:>10.1f}\n",
              kda::name_of(problem.operation), shape_text(problem),
              fmt::format("{} {}", measured.implementation, state_text(workload)), t.median * 1e3,
              t.p20 * 1e3, t.p80 * 1e3, bytes * 1e-6, flop * 1e-9, share * 100,
@@ -298,7 +300,7 @@ void print_unsupported(Bench& bench, const Workload& workload, const Status& sta
                 {"kind", kda::name_of(status.code())},
                 {"exit_code", exit_code_of(status)}});
   } else {
-    fmt::print("{:<13}{:<30}unsupported: {}\n", kda::name_of(problem.operation),
+    fmt::print("{:<13}{:<48}unsupported: {}\n", kda::name_of(problem.operation),
                shape_text(problem), status.message());
   }
 }

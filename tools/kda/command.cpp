@@ -25,9 +25,30 @@ Problem smallest_problem(Operation operation) {
   return problem;
 }
 
+/// Whether the device is here.
+Status check_present(const Device& device) {
+  if (device.type == DeviceType::kCpu) return {};
+  if (const std::string reason = cuda_unavailable_reason(); !reason.empty()) {
+    return {StatusCode::kUnsupported, "CUDA: " + reason};
+  }
+  for (const DeviceInfo& info : devices()) {
+    if (info.device == device) return {};
+  }
+  return {StatusCode::kUnsupported, fmt::format("CUDA: there is no device {}", device.index)};
+}
+
+/// The device of --device, which is not "auto", if it is here.
+Result<Device> present_device(const std::string& text) {
+  Result<Device> device = parse_device(text);
+  if (!device.ok()) return device;
+  if (Status status = check_present(*device); !status.ok()) return status;
+  return device;
+}
+
+}  // namespace
+
 Result<Device> parse_device(const std::string& text) {
   if (text == "cpu") return Device{DeviceType::kCpu, 0};
-  const std::string reason = cuda_unavailable_reason();
   int32_t index = 0;
   if (text.rfind("cuda:", 0) == 0) {
     const char* end = text.data() + text.size();
@@ -39,15 +60,8 @@ Result<Device> parse_device(const std::string& text) {
     return invalid(
         fmt::format("--device: found {}, expected auto, cpu, cuda or cuda:NUMBER", text));
   }
-  if (!reason.empty()) return Status(StatusCode::kUnsupported, "CUDA: " + reason);
-  const Device device{DeviceType::kCuda, index};
-  for (const DeviceInfo& info : devices()) {
-    if (info.device == device) return device;
-  }
-  return Status(StatusCode::kUnsupported, fmt::format("CUDA: there is no device {}", index));
+  return Device{DeviceType::kCuda, index};
 }
-
-}  // namespace
 
 int exit_code_of(const Status& status) {
   switch (status.code()) {
@@ -96,7 +110,7 @@ void print_json(const json& object) {
 }
 
 Result<Device> choose_device(const Common& common, const Problem& problem) {
-  if (common.device != "auto") return parse_device(common.device);
+  if (common.device != "auto") return present_device(common.device);
   const Device cuda{DeviceType::kCuda, 0};
   if (cuda_unavailable_reason().empty() && supports(problem, cuda, common.options()).ok()) {
     return cuda;
@@ -107,7 +121,7 @@ Result<Device> choose_device(const Common& common, const Problem& problem) {
 Status check_common(const Common& common) {
   Device device;
   if (common.device != "auto") {
-    Result<Device> parsed = parse_device(common.device);
+    Result<Device> parsed = present_device(common.device);
     if (!parsed.ok()) return parsed.status();
     device = *parsed;
   }

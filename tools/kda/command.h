@@ -52,6 +52,7 @@ struct BenchCommand {
   std::string dtype = "bf16";
   std::string gate = "softplus";
   int repeat = 15;
+  std::string line;  ///< the command as it was typed, without the program's folder
 };
 
 struct SupportCommand {
@@ -97,7 +98,10 @@ std::string printable(std::string_view text);
 /// One JSON object on a line of stdout; text that is no UTF-8 is replaced.
 void print_json(const nlohmann::json& object);
 
-/// The device that the text names ("cpu", "cuda", "cuda:1"); "auto" is the first CUDA device if it
+/// The device that the text names ("cpu", "cuda", "cuda:1"), here or not; "auto" is none.
+Result<Device> parse_device(const std::string& text);
+
+/// The device of --device, if it is here; "auto" is the first CUDA device if it
 /// runs the problem, else the CPU.
 Result<Device> choose_device(const Common& common, const Problem& problem);
 

@@ -27,6 +27,7 @@ struct Sums {
 struct Accumulator {
   const HostTensor& result;
   const HostTensor& expected;
+  ShortBlocks short_blocks;
   Sums whole;
   std::vector<Sums> blocks;
   Sums pool;  ///< blocks that are too small to stand alone
@@ -55,7 +56,7 @@ struct Accumulator {
     whole.add(block);
     pool.add(block);
     pooled += numbers;
-    if (pooled < kBlockTokens) return;
+    if (short_blocks == ShortBlocks::kPooled && pooled < kBlockTokens) return;
     blocks.push_back(std::exchange(pool, {}));
     pooled = 0;
   }
@@ -110,9 +111,9 @@ void add_tokens(Accumulator& all, const TokenRange& range, bool alone = false) {
 
 }  // namespace
 
-Difference compare(const Case& c, TensorId id, const HostTensor& result,
-                   const HostTensor& expected) {
-  Accumulator all{result, expected, {}, {}, {}, 0, 0, 0, true};
+Difference compare(const Case& c, TensorId id, const HostTensor& result, const HostTensor& expected,
+                   ShortBlocks short_blocks) {
+  Accumulator all{result, expected, short_blocks, {}, {}, {}, 0, 0, 0, true};
   const int64_t count = expected.count();
   if (is_state(id)) {
     const int64_t size = expected.shape[2] * expected.shape[3];

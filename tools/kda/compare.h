@@ -23,18 +23,24 @@ struct Difference {
 /// The share of the whole tensor's RMS that a block counts at least: a nearly silent block is held
 /// to an absolute error, because rounding errors scale with the loud tokens that it reads.
 inline constexpr double kBlockFloor = 0.25;
-/// Tokens of a block. Shorter ones, and states of fewer numbers, count together with those behind
-/// them: the error of one score multiplies a whole row of o, so that a ratio of few tokens is as
-/// large as its denominator happens to be small.
+/// Tokens of a block.
 inline constexpr int64_t kBlockTokens = 64;
 /// A block may be this many times worse than the limit of the whole tensor (7.3 a).
 inline constexpr double kBlockFactor = 4;
 
+enum class ShortBlocks {
+  kAlone,
+  /// Blocks of fewer tokens, and states of fewer numbers, count together with those behind them:
+  /// the error of one score multiplies a whole row of o, so that a ratio of few tokens is as large
+  /// as its denominator happens to be small. For problems of every size.
+  kPooled,
+};
+
 /// Compares an output with its expected values. A block is 64 tokens of one head, counted from the
 /// start of each sequence; for states one (sequence, head); else the whole tensor. Tokens that no
 /// sequence owns form blocks of their own.
-Difference compare(const Case& c, TensorId id, const HostTensor& result,
-                   const HostTensor& expected);
+Difference compare(const Case& c, TensorId id, const HostTensor& result, const HostTensor& expected,
+                   ShortBlocks short_blocks = ShortBlocks::kAlone);
 
 /// The rows of docs/semantics.md 7.3.
 enum class Precision { kF64, kF32, kF16, kBF16 };

@@ -9,6 +9,7 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <system_error>
 
 #include <CLI/CLI.hpp>
@@ -60,6 +61,15 @@ std::string check_unsigned(const std::string& text) {
   const auto [stop, error] = std::from_chars(text.data(), end, value);
   if (error == std::errc{} && stop == end) return "";
   return "found " + text + ", expected an integer from 0 to 2^64 - 1";
+}
+
+/// CLI::Range takes NaN.
+std::string check_seconds(const std::string& text) {
+  double value = 0;
+  const char* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, value);
+  if (error == std::errc{} && stop == end && value >= 0.001 && value <= 1e9) return "";
+  return "found " + text + ", expected a number from 0.001 to 1e9";
 }
 
 void add_shape(CLI::App& app, std::vector<int64_t>& shape, std::string& dtype, std::string& gate) {
@@ -166,14 +176,16 @@ void add_stress(CLI::App& app, StressCommand& command) {
       ->check(check_unsigned)
       ->capture_default_str();
   CLI::Option* seconds = sub->add_option("--seconds", command.seconds, "Stop after so long")
-                             ->check(CLI::Range(0.001, 1e9))
+                             ->check(check_seconds)
                              ->capture_default_str();
   seconds->each([&command](const std::string&) { command.seconds_given = true; });
   CLI::Option* problems =
       sub->add_option("--problems", command.problems,
                       "Stop after so many, without --seconds however long they take")
+          ->check(check_integer)
           ->check(CLI::Range(int64_t{1}, std::numeric_limits<int64_t>::max()));
   sub->add_option("--case", command.number, "Try only the problem of this number (from 0)")
+      ->check(check_integer)
       ->check(CLI::Range(int64_t{0}, std::numeric_limits<int64_t>::max()))
       ->excludes(seconds)
       ->excludes(problems);
@@ -216,6 +228,21 @@ void exit_as_device_failure() {
   std::_Exit(kDeviceFailure);
 }
 
+/// The command as it was typed: what needs quotes in a shell has them, and the program no folder.
+std::string command_line(int argc, char** argv) {
+  constexpr std::string_view kPlain =
+      "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_=+.,:/@%";
+  std::string line = "kda";
+  for (int i = 1; i < argc; ++i) {
+    const std::string_view word = argv[i];
+    const bool plain = !word.empty() && word.find_first_not_of(kPlain) == std::string_view::npos;
+    line += plain ? " " : " '";
+    for (const char c : word) line += c == '\'' ? std::string("'\\''") : std::string(1, c);
+    if (!plain) line += "'";
+  }
+  return line;
+}
+
 int dispatch(const CLI::App& app, const Commands& commands) {
   if (app.got_subcommand("run")) return run(commands.run);
   if (app.got_subcommand("verify")) return verify(commands.verify);
@@ -236,6 +263,7 @@ int run_program(int argc, char** argv) {
   Common common;
   common.json = json;
   Commands commands;
+  commands.bench.line = command_line(argc, argv);
   CLI::App app{"Kimi Delta Attention: compute, verify and time it", "kda"};
   app.footer(std::string(kExitCodes) + "\n\nExample: kda verify");
   app.set_version_flag("--version", std::string("kda ") + version());

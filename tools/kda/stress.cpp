@@ -81,6 +81,11 @@ Result<std::vector<Row>> chosen_rows(const Common& common) {
       rows.push_back({info, device});
     }
   }
+  if (rows.empty()) {
+    return Status(StatusCode::kUnsupported,
+                  fmt::format("--impl: found {}, which runs on CUDA alone: {}",
+                              common.implementation, cuda_unavailable_reason()));
+  }
   return rows;
 }
 
@@ -103,7 +108,12 @@ class Stress {
     summarise();
     if (device_lost_) return kDeviceFailure;
     if (failures_ > 0) return kMismatch;
-    return command_.number >= 0 && calls_ == 0 ? kUnsupportedHere : kRight;
+    if (calls_ > 0) return kRight;
+    return fail(common_, "",
+                {StatusCode::kUnsupported,
+                 fmt::format("nothing was tested: nothing of the choice takes any of the {} "
+                             "problems; try more of them or another --impl or --device",
+                             problems_)});
   }
 
  private:

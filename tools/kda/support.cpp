@@ -27,6 +27,74 @@ Status check_operation(const std::string& name) {
                       name)};
 }
 
+bool has(Operation operation, TensorId id) {
+  for (const TensorSpec& spec : tensors_of(operation)) {
+    if (spec.id == id) return true;
+  }
+  return false;
+}
+
+bool has_states(Operation operation) {
+  for (const TensorSpec& spec : tensors_of(operation)) {
+    if (spec.shape.starts_with("[S,")) return true;
+  }
+  return false;
+}
+
+bool is_whole(Operation operation) {
+  return operation == Operation::kChunkForward || operation == Operation::kChunkBackward ||
+         operation == Operation::kRecurrent;
+}
+
+bool takes_gate(Operation operation) {
+  return is_whole(operation) || operation == Operation::kGateCumsum;
+}
+
+bool takes_pool(Operation operation) { return has(operation, TensorId::kStateIndices); }
+
+/// An option that some operations have.
+struct Question {
+  std::string_view option;
+  bool given;
+  std::string_view about;
+  bool (*takes)(Operation);
+};
+
+/// Options that would be ignored: about what the operation lacks, or about no problem.
+Status check_questions(const SupportCommand& command) {
+  const Question questions[] = {
+      {"--pool", command.pool != 0, "pool of states", takes_pool},
+      {"--state-dtype", !command.state_dtype.empty(), "states", has_states},
+      {"--state-v-first", command.state_v_first, "states", has_states},
+      {"--gate", command.gate != "none", "gate", takes_gate},
+      {"--qk-l2norm", command.qk_l2norm, "normalisation inside", is_whole},
+      {"--beta-sigmoid", command.beta_sigmoid, "beta logits", is_whole},
+      {"--sequences", command.sequences != 0, "", nullptr},
+      {"--chunk-size", command.chunk_size != 64, "", nullptr},
+  };
+  for (const Question& question : questions) {
+    if (!question.given) continue;
+    std::string takers;
+    bool taken = command.operation.empty() || question.takes == nullptr;
+    for (const Operation operation : kOperations) {
+      if (taken || !question.takes(operation)) continue;
+      taken = command.operation == kda::name_of(operation);
+      takers += fmt::format("{}{}", takers.empty() ? "" : " or ", kda::name_of(operation));
+    }
+    if (!taken) {
+      return {StatusCode::kInvalidArgument,
+              fmt::format("{}: {} has no {}, expected --operation {}", question.option,
+                          command.operation, question.about, takers)};
+    }
+    if (command.shape.empty()) {
+      return {StatusCode::kInvalidArgument,
+              fmt::format("{}: found without --shape, expected --shape B,T,H,HV,K,V beside it",
+                          question.option)};
+    }
+  }
+  return {};
+}
+
 /// Whether the list shows the row: what --operation, --device and --impl leave.
 bool listed(const SupportCommand& command, const ImplementationInfo& info) {
   const Common& common = command.common;
@@ -80,17 +148,16 @@ Problem make_problem(const SupportCommand& command, Operation operation, Sizes s
   problem.chunk_size = command.chunk_size;
   problem.state_v_first = command.state_v_first;
   if (command.sequences > 0) problem.set(TensorId::kCuSeqlens, DType::kI64);
-  const bool whole = operation == Operation::kChunkForward ||
-                     operation == Operation::kChunkBackward || operation == Operation::kRecurrent;
+  const bool whole = is_whole(operation);
   const DType accurate = io == DType::kF64 ? DType::kF64 : DType::kF32;
-  if (operation == Operation::kRecurrent && command.pool > 0) {
+  if (takes_pool(operation) && command.pool > 0) {
     problem.set(TensorId::kStateIndices, DType::kI32);
   }
   if (whole) {
     problem.qk_l2norm = command.qk_l2norm;
     problem.beta_sigmoid = command.beta_sigmoid;
   }
-  if (gate != Gate::kNone && (whole || operation == Operation::kGateCumsum)) {
+  if (gate != Gate::kNone && takes_gate(operation)) {
     problem.gate = gate;
     problem.lower_bound = gate == Gate::kLowerBound ? -5 : 0;
     problem.set(TensorId::kALog, DType::kF32).set(TensorId::kDtBias, DType::kF32);
@@ -143,17 +210,56 @@ void print_verdicts(const Common& common, const Problem& problem, const Device& 
   }
 }
 
+void print_refusal(const Common& common, const Problem& problem, const Device& device,
+                   const Status& status) {
+  if (common.json) {
+    print_json({{"operation", kda::name_of(problem.operation)},
+                {"device", kda::name_of(device.type)},
+                {"error", status.message()},
+                {"kind", kda::name_of(status.code())},
+                {"exit_code", exit_code_of(status)}});
+    return;
+  }
+  fmt::print("{} on {}, {}\n  unsupported: {}\n", kda::name_of(problem.operation), name_of(device),
+             shape_text(problem), status.message());
+}
+
+/// The device asked about, which check_request let pass: the verdicts of one that is not here say
+/// what else its implementations lack.
+Result<Device> device_of(const Common& common, const Problem& problem) {
+  return common.device == "auto" ? choose_device(common, problem) : parse_device(common.device);
+}
+
 /// Asks about one operation; sets `none` if nothing runs it.
 Status ask(const SupportCommand& command, const Problem& problem, bool& none) {
-  Result<Device> device = choose_device(command.common, problem);
+  Result<Device> device = device_of(command.common, problem);
   if (!device.ok()) return device.status();
   Result<std::vector<Verdict>> verdicts = explain(problem, *device, command.common.options());
+  if (!verdicts.ok() && verdicts.status().code() == StatusCode::kUnsupported) {
+    print_refusal(command.common, problem, *device, verdicts.status());
+    none = true;
+    return {};
+  }
   if (!verdicts.ok()) return verdicts.status();
   print_verdicts(command.common, problem, *device, *verdicts);
   bool chosen = false;
   for (const Verdict& verdict : *verdicts) chosen = chosen || verdict.chosen;
   none = none || !chosen;
   return {};
+}
+
+/// check_common, but a problem may be asked about rows whose driver or GPU this machine lacks.
+Status check_request(const SupportCommand& command) {
+  const Common& common = command.common;
+  const bool unusable = !cuda_unavailable_reason().empty();
+  if (!command.shape.empty() && common.device != "auto" && unusable) {
+    Result<Device> device = parse_device(common.device);
+    if (!device.ok()) return device.status();
+    for (const ImplementationInfo& info : implementations()) {
+      if (info.device == device->type) return {};
+    }
+  }
+  return check_common(common);
 }
 
 }  // namespace
@@ -166,7 +272,7 @@ int support(const SupportCommand& command) {
   Result<DType> state = io.ok() && *io == DType::kF64 ? DType::kF64 : DType::kF32;
   if (!command.state_dtype.empty()) state = parse_dtype(command.state_dtype, "--state-dtype");
   for (const Status& status : {sizes.status(), io.status(), gate.status(), state.status(),
-                               check_operation(command.operation), check_common(common)}) {
+                               check_operation(command.operation), check_request(command)}) {
     if (!status.ok()) return fail(common, "", status);
   }
   for (const auto& [option, value] :
@@ -176,6 +282,7 @@ int support(const SupportCommand& command) {
                 {StatusCode::kInvalidArgument,
                  fmt::format("{}: found {}, expected 0 or more", option, value)});
   }
+  if (Status status = check_questions(command); !status.ok()) return fail(common, "", status);
   if (command.shape.empty()) return list_all(command);
   bool none = false;
   for (const Operation operation : kOperations) {

@@ -127,6 +127,7 @@ int finish(const Common& common, const Counts& counts) {
 
 int verify(const VerifyCommand& command) {
   const Common& common = command.common;
+  if (Status status = check_common(common); !status.ok()) return fail(common, "", status);
   Counts counts;
   Progress progress("verifying");
   print_header(common);

@@ -9,7 +9,9 @@
 
 namespace kda::cuda::sm90 {
 
-Status check_hopper(const Device& device) {
+namespace {
+
+Status check_capability(const Device& device) {
   if (Status status = check_device(device); !status.ok()) return status;
   int major = 0;
   int minor = 0;
@@ -17,6 +19,16 @@ Status check_hopper(const Device& device) {
   cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device.index);
   if (major == 9) return {};
   return {StatusCode::kUnsupported, fmt::format("compute capability {}.{} (9.0)", major, minor)};
+}
+
+}  // namespace
+
+Status check_hopper(const Device& device, const std::string& obstacle) {
+  Status status = check_capability(device);
+  if (obstacle.empty()) return status;
+  if (status.ok()) return {StatusCode::kUnsupported, obstacle};
+  if (status.code() != StatusCode::kUnsupported) return status;
+  return {StatusCode::kUnsupported, fmt::format("{}, and {}", status.message(), obstacle)};
 }
 
 std::string uneven_rows(const Problem& problem, std::initializer_list<TensorId> ids) {

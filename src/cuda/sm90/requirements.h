@@ -9,8 +9,10 @@
 
 namespace kda::cuda::sm90 {
 
-/// check_device, and kUnsupported where the compute capability is not 9.0.
-Status check_hopper(const Device& device);
+/// check_device, and kUnsupported where the compute capability is not 9.0 or the problem has an
+/// obstacle ("": none). Where both are in the way the message names both, so that a machine without
+/// a GPU tells too whether the problem would fit.
+Status check_hopper(const Device& device, const std::string& obstacle);
 
 /// "" or which of these tensors, where it takes part, has rows that are not whole units of 16
 /// bytes, one behind the other at multiples of 16 bytes.

@@ -40,34 +40,6 @@ struct FastGate {
   float scale;  ///< log2 of the factor that multiplies (far), or the factor
 };
 
-__device__ __forceinline__ float A_log_of(const GateParams& params, int64_t hv) {
-  return params.A_log.data ? load<float>(params.A_log, hv * params.A_log.stride[0]) : 0;
-}
-
-__device__ __forceinline__ FastGate fast_gate_from(const GateParams& params, float A_log) {
-  constexpr float kLargest = 3.4e38f;
-  constexpr float kFar = 60;  // exp(A_log) exp(z), z < -87, is lost below this
-  const float slope = fminf(expf(A_log), kLargest);
-  if (params.kind == kGateSoftplus) {
-    const bool far = A_log > kFar;
-    return {far, slope, far ? A_log * kLog2E : slope};
-  }
-  const bool far = params.lower_bound < -1e30;
-  // The bound may be beyond fp32.
-  const float scale = far ? log2_of(static_cast<float>(-params.lower_bound * 0x1p-64)) + 64
-                          : static_cast<float>(-params.lower_bound);
-  return {far, fminf(slope * kLog2E, kLargest), scale};
-}
-
-__device__ __forceinline__ FastGate fast_gate_of(const GateParams& params, int64_t hv) {
-  return fast_gate_from(params, A_log_of(params, hv));
-}
-
-__device__ __forceinline__ float bias_of(const GateParams& params, int64_t hv, int column) {
-  const Tensor& bias = params.dt_bias;
-  return bias.data ? load<float>(bias, hv * bias.stride[0] + column * bias.stride[1]) : 0;
-}
-
 /// The larger or smaller one, NaN if either is.
 __device__ __forceinline__ float max_or_nan(float x, float y) {
   float z;
@@ -79,6 +51,34 @@ __device__ __forceinline__ float min_or_nan(float x, float y) {
   float z;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
   return z;
+}
+
+__device__ __forceinline__ float A_log_of(const GateParams& params, int64_t hv) {
+  return params.A_log.data ? load<float>(params.A_log, hv * params.A_log.stride[0]) : 0;
+}
+
+__device__ __forceinline__ FastGate fast_gate_from(const GateParams& params, float A_log) {
+  constexpr float kLargest = 3.4e38f;
+  constexpr float kFar = 60;  // exp(A_log) exp(z), z < -87, is lost below this
+  const float slope = min_or_nan(expf(A_log), kLargest);
+  if (params.kind == kGateSoftplus) {
+    const bool far = A_log > kFar;
+    return {far, slope, far ? A_log * kLog2E : slope};
+  }
+  const bool far = params.lower_bound < -1e30;
+  // The bound may be beyond fp32.
+  const float scale = far ? log2_of(static_cast<float>(-params.lower_bound * 0x1p-64)) + 64
+                          : static_cast<float>(-params.lower_bound);
+  return {far, min_or_nan(slope * kLog2E, kLargest), scale};
+}
+
+__device__ __forceinline__ FastGate fast_gate_of(const GateParams& params, int64_t hv) {
+  return fast_gate_from(params, A_log_of(params, hv));
+}
+
+__device__ __forceinline__ float bias_of(const GateParams& params, int64_t hv, int column) {
+  const Tensor& bias = params.dt_bias;
+  return bias.data ? load<float>(bias, hv * bias.stride[0] + column * bias.stride[1]) : 0;
 }
 
 __device__ __forceinline__ float clamp_log2(float decay) { return max_or_nan(decay, kLogFloor2); }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <limits>
 #include <utility>
 #include <vector>
@@ -18,7 +19,8 @@ using cases::TensorMap;
 using cases::TokenRange;
 using enum TensorId;
 
-constexpr uint64_t kDyeStream = 204;  // beside those of inputs.cpp
+constexpr uint64_t kDyeStream = 204;  // beside those of inputs.cpp; one for each tensor
+constexpr uint64_t kNanStream = 300;
 
 /// How the rows of a tensor belong to sequences.
 enum class Rows { kTokens, kStates, kChunks, kNone };
@@ -91,6 +93,39 @@ TensorMap dyed_inputs(const Trial& trial) {
     }
   }
   return inputs;
+}
+
+TensorMap nan_inputs(const Trial& trial) {
+  const Problem& problem = trial.draw.problem;
+  TensorMap inputs = trial.inputs.inputs;
+  for (const TensorId id : {kG, kGamma}) {
+    const auto found = inputs.find(id);
+    if (found == inputs.end() || !problem.has(id) || repeats_itself(trial.draw, id)) continue;
+    const auto [begin, end] =
+        rows_of_sequence(trial, Rows::kTokens, static_cast<std::size_t>(trial.draw.dyed));
+    if (begin == end) continue;
+    HostTensor& tensor = found->second;
+    const int64_t size = tensor.count() / row_count(problem, Rows::kTokens, tensor);
+    const cases::Random random(trial.draw.spec.seed, kNanStream);
+    const auto within = static_cast<int64_t>(random.bits(0) % static_cast<uint64_t>(size));
+    tensor.set((begin + end) / 2 * size + within, std::numeric_limits<double>::quiet_NaN());
+    return inputs;
+  }
+  return {};
+}
+
+std::string hidden_nan(const TensorMap& expected, const TensorMap& outputs) {
+  for (const auto& [id, tensor] : expected) {
+    // dg of a clamped token is 0 whatever comes from behind it (6.5). Scores of tokens behind the
+    // NaN need it only where the decay between them is a difference of sums.
+    if (id == kDg || id == kDgPartial || id == kAqk || id == kA) continue;
+    const HostTensor& found = outputs.at(id);
+    for (int64_t i = 0; i < tensor.count(); ++i) {
+      if (!std::isnan(tensor.get(i)) || !std::isfinite(found.get(i))) continue;
+      return fmt::format("{}: element {} is {}, expected NaN", name_of(id), i, found.get(i));
+    }
+  }
+  return "";
 }
 
 std::string trace_of_dye(const Trial& trial, const TensorMap& plain, const TensorMap& dyed) {

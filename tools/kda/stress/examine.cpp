@@ -139,7 +139,8 @@ class Examiner {
 
   void compare(TensorId id, const HostTensor& result, const HostTensor& expected) {
     if (result.dtype == DType::kF16 && !fits_f16(expected)) return;
-    cases::Difference d = cases::compare(trial_.inputs, row_of(id), result, expected);
+    cases::Difference d =
+        cases::compare(trial_.inputs, row_of(id), result, expected, cases::ShortBlocks::kPooled);
     const DType row = coarser(held_to(problem_, family_, result.dtype), saved_dtype(problem_));
     double limit = limit_for(id, expected, row);
     if (!d.finite) {

@@ -45,6 +45,25 @@ void run_dyed(const Trial& trial, const cases::Conditions& plain, const TensorMa
   if (!trace.empty()) judgement.faults.push_back({"", trace});
 }
 
+/// The same run with one NaN among the gates: it shows wherever the reference has it.
+void run_with_nan(const Trial& trial, const cases::Conditions& plain, Judgement& judgement) {
+  const TensorMap inputs = nan_inputs(trial);
+  if (inputs.empty()) return;
+  cases::Conditions conditions = plain;
+  conditions.repeat = false;
+  conditions.watch = cases::Watch::kNotUnwritten;
+  conditions.copies = 1;
+  Result<TensorMap> expected = expected_of(trial.draw, inputs);
+  Result<cases::GuardedOutcome> outcome = run_guarded(trial.draw.problem, inputs, conditions);
+  for (const Status& status : {expected.status(), outcome.status()}) {
+    if (!status.ok()) return add_failure(status, judgement);
+  }
+  const std::string hidden = hidden_nan(*expected, outcome->outputs);
+  if (hidden.empty()) return;
+  judgement.faults.push_back({"", fmt::format("with one NaN among the gates of sequence {}: {}",
+                                              trial.draw.dyed, hidden)});
+}
+
 /// The same run with a wrong list: the CPU refuses it, a device stays in bounds.
 void run_with_wrong_list(const Trial& trial, const cases::Conditions& plain, Judgement& judgement) {
   const std::optional<WrongList> wrong = with_wrong_list(trial);
@@ -84,7 +103,10 @@ Judgement judge(const Trial& trial, const ImplementationInfo& implementation, co
   if (outcome.ok()) {
     judgement.ran = true;
     judgement.faults = faults_of(trial, implementation.family, outcome->outputs);
-    if (trial.draw.dyed >= 0) run_dyed(trial, conditions, outcome->outputs, judgement);
+    if (trial.draw.dyed >= 0) {
+      run_dyed(trial, conditions, outcome->outputs, judgement);
+      run_with_nan(trial, conditions, judgement);
+    }
     if (trial.draw.wrong_list) run_with_wrong_list(trial, conditions, judgement);
     return judgement;
   }

@@ -28,7 +28,11 @@ Problem exact_problem(const Draw& draw) {
 }  // namespace
 
 Result<TensorMap> expected_of(const Draw& draw, const Case& inputs) {
-  TensorMap exact = inputs.inputs;
+  return expected_of(draw, inputs.inputs);
+}
+
+Result<TensorMap> expected_of(const Draw& draw, const TensorMap& inputs) {
+  TensorMap exact = inputs;
   if (draw.state_in_place) {
     exact[kInitialState] = cases::converted(exact.at(kInitialState), DType::kF64);
   }

@@ -20,6 +20,9 @@ Result<Trial> prepare(const Draw& draw, bool on_device);
 /// What the float64 reference makes of a problem's inputs, as fp64 tensors.
 Result<cases::TensorMap> expected_of(const Draw& draw, const cases::Case& inputs);
 
+/// The same of other inputs.
+Result<cases::TensorMap> expected_of(const Draw& draw, const cases::TensorMap& inputs);
+
 /// The one with fewer digits.
 DType coarser(DType a, DType b);
 

@@ -4,7 +4,6 @@
 #include <cmath>
 #include <cstdint>
 #include <string>
-#include <utility>
 
 #include <fmt/format.h>
 
@@ -193,10 +192,7 @@ Result<int64_t> slices_of(const Problem& problem, const Device& device) {
 
 Result<std::unique_ptr<Executor>> make_chunk_bwd(const Problem& problem, const Device& device,
                                                  const Options&) {
-  if (Status status = check_hopper(device); !status.ok()) return status;
-  if (std::string obstacle = obstacle_of(problem); !obstacle.empty()) {
-    return Status(StatusCode::kUnsupported, std::move(obstacle));
-  }
+  if (Status status = check_hopper(device, obstacle_of(problem)); !status.ok()) return status;
   const Result<int64_t> slices = slices_of(problem, device);
   if (!slices.ok()) return slices.status();
   return make_pipeline(problem, device, chunk_bwd, *slices);

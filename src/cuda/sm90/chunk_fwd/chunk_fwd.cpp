@@ -242,10 +242,7 @@ Result<std::unique_ptr<Executor>> make_forward(const Problem& problem, const Dev
 
 Result<std::unique_ptr<Executor>> make_chunk_fwd(const Problem& problem, const Device& device,
                                                  const Options& options) {
-  if (Status status = check_hopper(device); !status.ok()) return status;
-  if (std::string obstacle = obstacle_of(problem); !obstacle.empty()) {
-    return Status(StatusCode::kUnsupported, std::move(obstacle));
-  }
+  if (Status status = check_hopper(device, obstacle_of(problem)); !status.ok()) return status;
   // An explicit choice refuses what it does not take.
   if (!options.implementation.empty()) return make_pipeline(problem, device, prep_and_scan);
   return make_forward(problem, device);

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <string>
+#include <utility>
 
 #include <fmt/format.h>
 
@@ -9,6 +11,7 @@
 #include "cuda/launch.h"
 #include "cuda/sm90/recurrent/config.h"
 #include "cuda/sm90/recurrent/instances/instances.h"
+#include "cuda/sm90/requirements.h"
 
 namespace kda::cuda::sm90 {
 namespace {
@@ -117,13 +120,10 @@ class RecurrentExecutor final : public CudaExecutor {
 
 Result<std::unique_ptr<Executor>> make_recurrent(const Problem& problem, const Device& device,
                                                  const Options&) {
-  if (Status status = check_device(device); !status.ok()) return status;
-  int major = 0;
+  const std::string obstacle = check_features(problem).message();
+  if (Status status = check_hopper(device, obstacle); !status.ok()) return status;
   int multiprocessors = 0;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device.index);
   cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device.index);
-  if (major != 9) return unsupported("compute capability {}.x: only 9.0", major);
-  if (Status status = check_features(problem); !status.ok()) return status;
   if (Status status = check_amount(problem, multiprocessors); !status.ok()) return status;
   const int64_t items = (problem.sequences() + (problem.packed() ? 1 : 0)) * problem.sizes.HV;
   const int stages = state_of(problem).dtype == DType::kF32 ? kStages<float> : kStages<uint16_t>;

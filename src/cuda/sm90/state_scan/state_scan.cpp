@@ -223,9 +223,8 @@ Status launch_state_scan(const ScanRequest& request, bool, cudaStream_t stream) 
 
 Result<std::unique_ptr<Executor>> make_state_scan(const Problem& problem, const Device& device,
                                                   const Options& options) {
-  if (Status status = check_hopper(device); !status.ok()) return status;
-  if (std::string obstacle = state_scan_obstacle(problem); !obstacle.empty()) {
-    return Status(StatusCode::kUnsupported, std::move(obstacle));
+  if (Status status = check_hopper(device, state_scan_obstacle(problem)); !status.ok()) {
+    return status;
   }
   return make_pipeline(
       problem, device,
