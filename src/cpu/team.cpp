@@ -14,7 +14,7 @@ std::atomic<bool> lost_team{false};
 void note_fork() { lost_team.store(had_team.load()); }
 
 /// If the system has no memory for it, children of a fork are as OpenMP leaves them.
-[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, note_fork);
+[[maybe_unused]] const int kRegistered = pthread_atfork(nullptr, nullptr, note_fork);
 
 }  // namespace
 
