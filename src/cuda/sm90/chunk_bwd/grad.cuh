@@ -12,10 +12,10 @@
 //   rowsum_V(h . dh)                                     mma.sync, under the products
 //   rowsum_V(R . v), dv = beta R                         CUDA cores, under the products
 // The gates come between the first and the second tile, whose loads they hide; then the intra part
-// (grad_intra.cuh) with bf16 operands of 48 and 64 rows, and everything of (5.32), (5.33) in the
-// accumulators' layout (grad_finish.cuh), at last the gates' backward (grad_gates.cuh). The first
-// tiles of the next item load from the moment on when nothing reads the operands of the intra part,
-// its q, k and g once dq and dk have left their place.
+// (grad_intra.cuh) with bf16 operands of 48 and 64 rows, in fp16 sums of two, and everything of
+// (5.32), (5.33) in the accumulators' layout (grad_finish.cuh), at last the gates' backward
+// (grad_gates.cuh). The first tiles of the next item load from the moment on when nothing reads the
+// operands of the intra part, its q, k and g once dq and dk have left their place.
 //
 // Shared memory, bytes, K = 128:
 //   tiles of h, dh, [do; R], v_new   45056   later operands of the intra part
@@ -77,6 +77,23 @@ struct GradBlock {
     float scores[16];
     float2 state_product{0, 0};  ///< of the channels of multiply_states
     float value_product[Traits::kValueRows] = {};
+    float unit = 1;  ///< fp16: of what is linear in R or dh
+
+    /// What is linear in R or dh, in another unit. R has the lower half of the rows of `scores`.
+    __device__ __forceinline__ void move_to(float next, int warp) {
+      const float factor = unit / next;
+      unit = next;
+      if (factor == 1) return;
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        S[16 + i] *= factor;
+        dkx[i] *= factor;
+        if (warp % 4 >= 2) scores[i] *= factor;
+      }
+      state_product = state_product * factor;
+#pragma unroll
+      for (float& x : value_product) x *= factor;
+    }
   };
 
   GradShared<Io, K>& shared;
@@ -91,6 +108,11 @@ struct GradBlock {
     ptx::fence_proxy_async(ptx::space_shared);
     wait_for(&shared.states_full, (work.tiles + static_cast<uint32_t>(v0 / kGradColumns)) % 2);
     __syncthreads();
+  }
+
+  /// Of columns v0 .. of V.
+  __device__ __forceinline__ float unit_of(int v0) const {
+    return p.units[int64_t{work.item} * (p.heads.V / kGradColumns) + v0 / kGradColumns];
   }
 
   __device__ __forceinline__ void issue_value_products(ValueSums& sums, bool add) const {
@@ -128,11 +150,17 @@ struct GradBlock {
   __device__ __forceinline__ void take_values(ValueSums& sums, int v0) const {
     uint4 v[Traits::kValueRows];
     load_v<Io, K>(v, p, work, v0);
+    float unit = p.mantissa;
+    if constexpr (Traits::kTwoTerms) {
+      unit = unit_of(v0);
+      if (v0 == 0) sums.unit = unit;
+      sums.move_to(unit, warp);
+    }
     wait_for_copies<LATER>();
     fence_tiles(v0);
     issue_value_products(sums, v0 > 0);
     sums.state_product = multiply_states(shared, sums.state_product);
-    finish_values(shared, p, work, v0, v, sums.value_product);
+    finish_values(shared, p, work, v0, v, unit, sums.value_product);
     wgmma_wait<0>();
   }
 
@@ -164,7 +192,12 @@ struct GradBlock {
     }
     // Every warpgroup has the scores; with two of them, each writes half of the rows.
     constexpr int kShare = 2 / (Traits::kWarps / 4);
-    put_scores_gradient<Io, K, kShare>(shared, sums.scores, p.scale, p.mantissa, warp, lane);
+    float unit = p.mantissa;
+    if constexpr (Traits::kTwoTerms) {
+      unit = sums.unit;
+      if (tid == 0) shared.extra.unit = unit;
+    }
+    put_scores_gradient<Io, K, kShare>(shared, sums.scores, p.scale, unit, warp, lane);
   }
 
   /// G and the norms from the raw rows.
@@ -181,29 +214,48 @@ struct GradBlock {
 
   /// S += [dq2 | z]^T, all but the rows' factor.
   __device__ __forceinline__ void multiply_rows(float (&S)[32]) const {
-    const PanelTile<kArranged> columns{shared_address(shared.intra.columns[warp / 4])};
-    const PanelTile<2 * kChunk> scores{shared_address(shared.scores)};
+    const int panel = warp / 4;
     wgmma_fence();
+    add_rows(S, shared.intra.columns[panel], shared.scores);
+    if constexpr (Traits::kTwoTerms) {
+      add_rows(S, shared.intra.columns[panel], shared.extra.low_scores);
+      add_rows(S, shared.extra.low.columns[panel], shared.scores);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+  }
+  __device__ __forceinline__ void add_rows(float (&S)[32], const unsigned char* k_down,
+                                           const unsigned char* dP_dL) const {
+    const PanelTile<kArranged> columns{shared_address(k_down)};
+    const PanelTile<2 * kChunk> scores{shared_address(dP_dL)};
 #pragma unroll
     for (int step = 0; step < kArranged / 16; ++step) {
       wgmma_ss<Bf16, Major::kOuter, Major::kSummed>(S, columns.rows(step), scores.columns(step),
                                                     true);
     }
-    wgmma_commit();
-    wgmma_wait<0>();
   }
 
   /// dkc^T before the columns' factors, arranged.
   __device__ __forceinline__ void multiply_columns(float (&x)[24]) const {
-    const PanelTile<2 * kChunk> rows{shared_address(shared.intra.rows[warp / 4])};
-    const PanelTile<2 * kChunk> scores{shared_address(shared.scores)};
+    const int panel = warp / 4;
     wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < 2 * kChunk / 16; ++step) {
-      wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(x, rows.rows(step), scores.rows(step), step > 0);
+    add_columns(x, shared.intra.rows[panel], shared.scores, false);
+    if constexpr (Traits::kTwoTerms) {
+      add_columns(x, shared.intra.rows[panel], shared.extra.low_scores, true);
+      add_columns(x, shared.extra.low.rows[panel], shared.scores, true);
     }
     wgmma_commit();
     wgmma_wait<0>();
+  }
+  __device__ __forceinline__ void add_columns(float (&x)[24], const unsigned char* up,
+                                              const unsigned char* dP_dL, bool add) const {
+    const PanelTile<2 * kChunk> rows{shared_address(up)};
+    const PanelTile<2 * kChunk> scores{shared_address(dP_dL)};
+#pragma unroll
+    for (int step = 0; step < 2 * kChunk / 16; ++step) {
+      wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(x, rows.rows(step), scores.rows(step),
+                                                   add || step > 0);
+    }
   }
 
   /// One item. The tiles of its first columns of V are on their way, then its rows; leaves those of

@@ -13,16 +13,18 @@ namespace kda::cuda::sm90 {
 inline constexpr int kGradColumns = 64;  ///< of V at a time
 
 /// Everything is linear in (do, dfinal_state). With scale = m 2^e, 1 <= |m| < 2, the reverse scan
-/// leaves R / m and dh / m in 16 bits.
+/// leaves R / m and dh / m in bf16; in fp16 both in units, of which each item and 64 columns of V
+/// have their own.
 struct GradParams {
   Tensor q, k, v, beta, grad_o;
   GateParams gate;
-  Tensor v_new, R;           ///< [B,T,HV,V]
-  Tensor h, dh;              ///< [chunk rows of 32, HV, K, V]
-  Tensor dq, dk;             ///< [B,T,HV,K], bf16 or fp32; of a value head
-  Tensor dv, dg, dbeta;      ///< of the inputs: dg of the raw gates
-  float* partial = nullptr;  ///< [chunk rows, HV, K + 1]: sums of dz by channel, then of dA_log
-  Sequences sequences;       ///< with C = 32
+  Tensor v_new, R;               ///< [B,T,HV,V]
+  Tensor h, dh;                  ///< [chunk rows of 32, HV, K, V]
+  Tensor dq, dk;                 ///< [B,T,HV,K], as q or fp32; of a value head
+  Tensor dv, dg, dbeta;          ///< of the inputs: dg of the raw gates
+  const float* units = nullptr;  ///< fp16: [chunk rows, HV, V / 64], what 1 in R and dh is
+  float* partial = nullptr;      ///< [chunk rows, HV, K + 1]: sums of dz by channel, then of dA_log
+  Sequences sequences;           ///< with C = 32
   Heads heads;
   float scale = 1;
   float mantissa = 1;  ///< m

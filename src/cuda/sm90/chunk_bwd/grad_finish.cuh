@@ -26,6 +26,11 @@ struct GradFinish {
                         int warp_of, int lane_of)
       : shared(memory), p(params), work(what), warp(warp_of), lane(lane_of), at(warp_of, lane_of) {}
 
+  /// Of R and dh.
+  __device__ __forceinline__ float unit() const {
+    if constexpr (Traits::kTwoTerms) return shared.extra.unit;
+    return p.mantissa;
+  }
   __device__ __forceinline__ ChannelGate gate_of(int c) const {
     return channel_gate(shared, at.channel(c));
   }
@@ -48,7 +53,7 @@ struct GradFinish {
     }
     GradLane::each([&](int r, int i, int c, int) {
       S[r] *= p.scale * entering[c][i / 2];
-      S[16 + r] *= -p.mantissa * entering[c][i / 2];
+      S[16 + r] *= -unit() * entering[c][i / 2];
     });
   }
 
@@ -78,7 +83,7 @@ struct GradFinish {
   ///
   /// A pair of tokens enters W of both with opposite signs, and dg of the tokens before takes the
   /// sum. There the rounding of its operands has to cancel too, so W multiplies the sums by the
-  /// operands as they were rounded.
+  /// operands as they were rounded; two terms leave no rounding that counts.
   template <int BLOCK>
   __device__ __forceinline__ void combine_block(float (&S)[32], float (&dkx)[16],
                                                 const float (&x)[24], float (&W)[16],
@@ -89,7 +94,7 @@ struct GradFinish {
     float sums[3][4] = {};
     constexpr uint32_t kBlockBytes = kBlock * kPanelRowBytes;
     const auto each = [](auto f) { GradLane::each<2 * BLOCK, 2 * BLOCK + 2>(f); };
-    {
+    if constexpr (!Traits::kTwoTerms) {
       const Fragment q_up(rows + BLOCK * kBlockBytes);
       each([&](int r, int i, int c, int e) { W[r] = q_up(i, c, e) * S[r]; });
       const Fragment k_up(rows + (2 + BLOCK) * kBlockBytes);
@@ -98,7 +103,7 @@ struct GradFinish {
       each(
           [&](int r, int i, int c, int e) { W[r] = fmaf(-down(i, c, e), x[r + 8 * BLOCK], W[r]); });
     }
-    if constexpr (BLOCK == 0) {
+    if constexpr (BLOCK == 0 && !Traits::kTwoTerms) {
       const Fragment cross(columns + kBlockBytes);
       each([&](int r, int i, int c, int e) { W[r] = fmaf(-cross(i, c, e), x[8 + r], W[r]); });
     }
@@ -116,7 +121,10 @@ struct GradFinish {
       const float z = k(i, c, e) * shared.norm[1][t];
       const float d = shared.diagonal[t];
       const float kr = up * S[16 + r];
-      const float last = p.mantissa * exp2_of(gate[c].end - g) * dkx[r];
+      const float last = unit() * exp2_of(gate[c].end - g) * dkx[r];
+      if constexpr (Traits::kTwoTerms) {
+        W[r] = fmaf(y * up, S[r], z * fmaf(shared.beta[t], kr, -dkc));
+      }
       S[r] = fmaf(d, z, up * S[r]);
       S[16 + r] = fmaf(shared.beta[t], kr, last) + fmaf(d, y, dkc);
       dkx[r] = last * z;
@@ -192,9 +200,9 @@ struct GradFinish {
       for (int w = 0; w < Traits::kWarps; ++w) sum += shared.partial[which][w][t];
       shared.sums[which][t] = sum;
       if (which == kKeySum && t < work.chunk.rows && p.dbeta.data != nullptr) {
-        store<float>(
-            p.dbeta, token_offset(p.dbeta, work.chunk.batch, work.chunk.begin + t, work.hv),
-            shared.beta_slope[t] * fmaf(p.mantissa, shared.value_product[t], sum));  // (3.13)
+        store<float>(p.dbeta,
+                     token_offset(p.dbeta, work.chunk.batch, work.chunk.begin + t, work.hv),
+                     shared.beta_slope[t] * fmaf(unit(), shared.value_product[t], sum));  // (3.13)
       }
     }
   }
@@ -252,7 +260,7 @@ struct GradFinish {
       for (int step = 1; step < 4; step *= 2) all += __shfl_xor_sync(~0u, all, step);
       if (lane % 4 == 0) {
         shared.dg_first[channel] =
-            fmaf(p.mantissa * exp2_of(end[c]), shared.state_product[channel], all);
+            fmaf(unit() * exp2_of(end[c]), shared.state_product[channel], all);
       }
     }
   }

@@ -28,6 +28,19 @@ __device__ __forceinline__ ChannelGate channel_gate(const GradShared<Io, K>& sha
   return gate;
 }
 
+/// The second term of a pair: what rounding to bf16 leaves.
+__device__ __forceinline__ void put_rest(unsigned char* to, float2 x) {
+  const float2 rest = x - unpack<Bf16>(pack<Bf16>(x.x, x.y));
+  *reinterpret_cast<uint32_t*>(to) = pack<Bf16>(rest.x, rest.y);
+}
+
+/// Bytes from an operand to its second term.
+template <int K>
+__device__ __forceinline__ ptrdiff_t low_distance(const GradShared<__half, K>& shared) {
+  return reinterpret_cast<const unsigned char*>(&shared.extra.low) -
+         reinterpret_cast<const unsigned char*>(&shared.intra);
+}
+
 /// Operands of the intra products; a thread has a column pair and 8 tokens. Whether it is far.
 template <class Io, int K>
 __device__ __forceinline__ bool put_intra_tiles(GradShared<Io, K>& shared) {
@@ -43,6 +56,10 @@ __device__ __forceinline__ bool put_intra_tiles(GradShared<Io, K>& shared) {
   const auto put = [&](unsigned char* panel, int first_row, int t, float2 x) {
     *reinterpret_cast<uint32_t*>(panel + first_row * kPanelRowBytes + t * kPanelRowBytes +
                                  (place ^ (t << 4))) = pack<Bf16>(x.x, x.y);
+    if constexpr (GradTraits<Io, K>::kTwoTerms) {
+      put_rest(panel + low_distance(shared) + (first_row + t) * kPanelRowBytes + (place ^ (t << 4)),
+               x);
+    }
   };
   const int block = segment * kTokens / kBlock;
   const float2 first = pair_at(shared.G[block * kBlock], column);
@@ -70,15 +87,14 @@ __device__ __forceinline__ bool put_intra_tiles(GradShared<Io, K>& shared) {
 }
 
 /// dP (5.2) and dL (5.28) from the products [do; R~] v_new^T, arranged; the diagonal apart.
-/// HALVES: 2, or 1 where two warpgroups share the rows.
+/// unit: of R. HALVES: 2, or 1 where two warpgroups share the rows.
 template <class Io, int K, int HALVES>
 __device__ __forceinline__ void put_scores_gradient(GradShared<Io, K>& shared, const float (&x)[16],
-                                                    float scale, float mantissa, int warp,
-                                                    int lane) {
+                                                    float scale, float unit, int warp, int lane) {
   const bool lower = HALVES == 1 && warp >= 4;
   warp %= 4;
   const bool second = warp % 2 == 1;
-  const float factor = warp < 2 ? scale : -mantissa;
+  const float factor = warp < 2 ? scale : -unit;
 #pragma unroll
   for (int half = 0; half < HALVES; ++half) {
     const int row = 16 * warp + lane / 4 + 8 * (lower ? 1 : half);
@@ -86,6 +102,10 @@ __device__ __forceinline__ void put_scores_gradient(GradShared<Io, K>& shared, c
     const auto put = [&](int column, float left, float right) {
       *reinterpret_cast<uint32_t*>(shared.scores + unit_offset(row, column / 8) + column % 8 * 2) =
           pack<Bf16>(left, right);
+      if constexpr (GradTraits<Io, K>::kTwoTerms) {
+        put_rest(shared.extra.low_scores + unit_offset(row, column / 8) + column % 8 * 2,
+                 {left, right});
+      }
     };
 #pragma unroll
     for (int n = 0; n < 4; ++n) {

@@ -312,7 +312,7 @@ __device__ __forceinline__ float2 multiply_states(const GradShared<Io, K>& share
 template <class Io, int K, int ROWS>
 __device__ __forceinline__ void finish_values(const GradShared<Io, K>& shared, const GradParams& p,
                                               const GradWork& work, int v0, const uint4 (&v)[ROWS],
-                                              float (&sum)[ROWS]) {
+                                              float unit_of_R, float (&sum)[ROWS]) {
   const int unit = thread_index() % 8;
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
@@ -322,7 +322,7 @@ __device__ __forceinline__ void finish_values(const GradShared<Io, K>& shared, c
         *reinterpret_cast<const uint4*>(shared.value.do_R + unit_offset(kChunk + row, unit));
     sum[i] = dot<Io>(R, v[i], sum[i]);
     if (p.dv.data == nullptr) continue;
-    const float factor = p.mantissa * shared.beta[row];
+    const float factor = unit_of_R * shared.beta[row];
     const auto scaled = [&](uint32_t pair) {
       const float2 x = unpack<Io>(pair);
       return pack<Io>(factor * x.x, factor * x.y);

@@ -38,7 +38,8 @@ struct GradTraits {
   static constexpr int kPairs = K / 2;
   static constexpr int kTokens = kChunk / (kThreads / kPairs);  ///< of a thread: 8
   static constexpr int kValueRows = kChunk * 8 / kThreads;      ///< of a thread, a unit each
-  static constexpr int kBlocksPerSm = K == 128 ? 2 : 3;
+  static constexpr bool kTwoTerms = !kIsBf16<Io>;  ///< intra operands; then R and dh have units
+  static constexpr int kBlocksPerSm = (K == 128 ? 2 : 3) - (kTwoTerms ? 1 : 0);
   static constexpr int kStride = K + 8;   ///< of q, k, raw g: fragment reads touch all banks
   static constexpr int kGStride = K + 4;  ///< the same for fp32
 };
@@ -78,6 +79,17 @@ template <int K>
 struct IntraTiles {
   unsigned char columns[K / 64][kArranged * kPanelRowBytes];
   unsigned char rows[K / 64][2 * kChunk * kPanelRowBytes];  ///< q up, then beta k up
+};
+
+/// What fp16 has besides. Factors of the intra part go up to 2^kFarRow and down as far, which fp16
+/// does not hold, and bf16 is too coarse for fp16's limits: operands are sums of two bf16 numbers.
+template <class Io, int K>
+struct GradExtra {};
+template <int K>
+struct GradExtra<__half, K> {
+  alignas(1024) IntraTiles<K> low;
+  unsigned char low_scores[2 * kChunk * kPanelRowBytes];
+  float unit;  ///< of the sums over all columns of V
 };
 
 /// What a block works on.
@@ -129,6 +141,7 @@ struct GradShared {
   float norm[2][kChunk];            ///< 1 / |q|, 1 / |k|
   alignas(8) uint64_t states_full;  ///< tiles of h and dh have landed
   GradWork work[2];                 ///< this item and the next: in registers they would be too many
+  [[no_unique_address]] GradExtra<Io, K> extra;
 };
 static_assert(sizeof(GradShared<Bf16, 128>) <= 113 * 1024);
 static_assert(sizeof(GradShared<Bf16, 64>) <= 75 * 1024);

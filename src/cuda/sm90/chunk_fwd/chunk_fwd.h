@@ -55,6 +55,7 @@ struct ScanParams {
   int32_t side_by_side = 1;  ///< scans that run at the same time
   float scale = 1;           ///< of o; kReverse: of do, a power of two
   float mantissa = 1;        ///< kReverse: m, the rest of the scale
+  float* units = nullptr;    ///< kReverse in fp16: [chunk rows, HV, V / 64], rev_unit.cuh
 };
 
 Status launch_prep(const PrepParams& params, bool fp64, cudaStream_t stream);
