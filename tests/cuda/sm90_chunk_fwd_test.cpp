@@ -189,17 +189,5 @@ TEST(Sm90ChunkForward, ReasonsNameTheFeature) {
                     "fp32 tensors beside bf16 ones (o)"));
 }
 
-TEST(Sm90ChunkForward, UnalignedTensorsAreNamed) {
-  KDA_NEEDS_HOPPER();
-  const Case c = cases::generate(spec_of({1, 64, 1, 1, 64, 64, 0, 0}));
-  DeviceCase device(forward_problem(c), c.inputs, 0, choosing("sm90_chunk_fwd"));
-  Args args = device.args();
-  args.in(kK, device[kK].at(2));
-  const Status status = device.plan().run(args);
-  EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
-  EXPECT_EQ(status.message().rfind("k: ", 0), 0u) << status.message();
-  EXPECT_NO_THROW(device.run());
-}
-
 }  // namespace
 }  // namespace kda::test

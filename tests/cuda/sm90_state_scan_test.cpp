@@ -295,24 +295,6 @@ TEST(Sm90StateScan, UnalignedTensorsAreTakenByTheGenericRow) {
   }
 }
 
-TEST(Sm90StateScan, AnExplicitChoiceRefusesUnalignedTensors) {
-  KDA_NEEDS_HOPPER();
-  const Scan scan(spec_of({1, 64, 1, 1, 64, 64, 0, 0}, DType::kBF16));
-  const Problem problem = scan.problem({kVNew}, DType::kBF16);
-  const Plan plan = make_plan(problem, kGpu, choosing("sm90_state_scan")).value();
-  DeviceBuffer memory(1 << 20);
-  Args args;
-  std::size_t offset = 0;
-  for (const TensorSpec& spec : tensors_of(problem.operation)) {
-    if (!problem.has(spec.id)) continue;
-    args.out(spec.id, memory.at(offset + (spec.id == kW ? 2 : 0)));
-    offset += 64 << 10;
-  }
-  const Status status = plan.run(args);
-  EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
-  EXPECT_EQ(status.message().substr(0, 17), "w: found address ");
-}
-
 TEST(Sm90StateScan, ReasonsNameTheFeature) {
   KDA_NEEDS_HOPPER();
   const auto reason = [](Sizes sizes, DType io, auto change) {

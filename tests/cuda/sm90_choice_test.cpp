@@ -1,5 +1,6 @@
-// Addresses and strides that the Hopper rows do not take: who takes them instead, tensor by tensor,
-// and what that costs in workspace.
+// Who takes a call on Hopper: the rows made for it by default, beside generic ones as chosen, and
+// where addresses or strides do not suit their kernels the generic ones, tensor by tensor; what
+// that costs in workspace.
 #include <algorithm>
 #include <array>
 #include <cstddef>
@@ -19,6 +20,7 @@
 namespace kda::test {
 namespace {
 
+using cases::Case;
 using cases::CaseSpec;
 using cases::HostTensor;
 using cases::TensorMap;
@@ -67,10 +69,49 @@ Tested state_scan(const Sizes& sizes) {
           {kKg, kW, kU, kGamma, kDo, kH, kVNew, kDqRaw}};
 }
 
-std::vector<Tested> small_rows() { return {state_scan({2, 130, 2, 4, 64, 128, 0, 0})}; }
+/// Everything inside, and every output.
+CaseSpec step_spec(const Sizes& sizes, std::vector<int64_t> cu) {
+  CaseSpec spec;
+  spec.sizes = sizes;
+  spec.io = DType::kBF16;
+  spec.gate = Gate::kSoftplus;
+  spec.qk_l2norm = spec.beta_sigmoid = true;
+  spec.cu_seqlens = std::move(cu);
+  return spec;
+}
+
+Tested chunk_fwd(const Case& c) {
+  Problem problem = forward_problem(c);
+  problem.set(kH, DType::kBF16);
+  return {"sm90_chunk_fwd",
+          "cuda_chunk_fwd",
+          problem.validated().value(),
+          c.inputs,
+          {kQ, kK, kV, kG, kO, kH}};
+}
+
+Tested chunk_bwd(const Case& c) {
+  return {"sm90_chunk_bwd",
+          "cuda_chunk_bwd",
+          backward_problem(c).validated().value(),
+          c.inputs,
+          {kQ, kK, kV, kG, kDo, kDq, kDk, kDv, kDg}};
+}
+
+std::vector<Tested> rows_of(const Case& c, const Sizes& scan) {
+  return {chunk_fwd(c), chunk_bwd(c), state_scan(scan)};
+}
+
+std::vector<Tested> small_rows() {
+  const auto spec = step_spec({1, 150, 1, 2, 64, 64, 0, 0}, {0, 5, 5, 70, 140});
+  return rows_of(cases::generate(spec), {2, 130, 2, 4, 64, 128, 0, 0});
+}
 
 /// For which the generic kernels run in slices of heads.
-std::vector<Tested> large_rows() { return {state_scan({1, 4096, 8, 8, 128, 128, 0, 0})}; }
+std::vector<Tested> large_rows() {
+  const auto spec = step_spec({1, 2048, 8, 8, 128, 128, 0, 0}, {});
+  return rows_of(cases::generate(spec), {1, 4096, 8, 8, 128, 128, 0, 0});
+}
 
 /// The outputs of a run in which one tensor begins an element behind a multiple of 256 bytes.
 TensorMap run_shifted(DeviceCase& device, TensorId id) {
@@ -90,6 +131,33 @@ TensorMap run_shifted(DeviceCase& device, TensorId id) {
         cudaMemcpy(outputs[id].bytes.data(), shifted.at(element), bytes, cudaMemcpyDeviceToHost));
   }
   return outputs;
+}
+
+// A step of two rows: what the forward saves is taken by either backward, and changes no bit.
+TEST(Sm90Choice, ForwardAndBackwardAreChosenApart) {
+  KDA_NEEDS_HOPPER();
+  const Case c = cases::generate(step_spec({2, 100, 2, 2, 128, 64, 0, 0}, {}));
+  const Tested forward = chunk_fwd(c);
+  const Tested backward = chunk_bwd(c);
+  for (const char* saved_by : {forward.name, forward.generic}) {
+    for (const char* taken_by : {backward.name, backward.generic}) {
+      const Options options = choosing(fmt::format("{},{}", saved_by, taken_by));
+      DeviceCase first(forward.problem, forward.inputs, 0, options);
+      DeviceCase alone(backward.problem, backward.inputs, 0, options);
+      EXPECT_EQ(first.plan().implementation(), saved_by);
+      EXPECT_EQ(alone.plan().implementation(), taken_by);
+      first.run();
+      alone.run();
+      Problem problem = backward.problem;
+      problem.set(kH, DType::kBF16);
+      TensorMap inputs = backward.inputs;
+      inputs[kH] = first.outputs().at(kH);
+      DeviceCase with_states(problem, inputs, 0, options);
+      EXPECT_EQ(with_states.plan().implementation(), taken_by);
+      with_states.run();
+      expect_same_bits(with_states.outputs(), alone.outputs());
+    }
+  }
 }
 
 // The bits say whose kernels ran: those of the two rows differ.
@@ -196,7 +264,7 @@ class Recorder final : public Executor {
 };
 
 TEST(Sm90Fallback, EveryTensorInUnitsDecides) {
-  const Tested tested = small_rows().front();
+  const Tested tested = state_scan({2, 130, 2, 4, 64, 128, 0, 0});
   HopperRow row{tested.name, nullptr, nullptr, tested.in_units};
   Problem problem = tested.problem;
   problem.set(kVNew, DType::kNone);
@@ -268,6 +336,21 @@ TEST(Sm90Fallback, SlicesKeepToTheWorkspaceOfAlignedTensors) {
       const auto one = cuda::sm90::plan_fallback(problem, generic, all);
       EXPECT_EQ(one->slices, 1);
       EXPECT_EQ(one->workspace_bytes, all);
+    }
+  }
+}
+
+// The same of the plans: by default as much as by name.
+TEST(Sm90Fallback, DefaultPlansOfTheBenchmarksNeedNoMoreWorkspace) {
+  KDA_NEEDS_HOPPER();
+  const Device gpu{DeviceType::kCuda, 0};
+  for (const Operation operation : {Operation::kChunkForward, Operation::kChunkBackward}) {
+    for (const Sizes& sizes : kShapes) {
+      const Problem problem = whole(operation, sizes);
+      const Plan by_default = make_plan(problem, gpu).value();
+      const Plan by_name = make_plan(problem, gpu, choosing("sm90")).value();
+      EXPECT_EQ(by_default.implementation(), by_name.implementation());
+      EXPECT_EQ(by_default.workspace_bytes(), by_name.workspace_bytes());
     }
   }
 }
