@@ -1,10 +1,5 @@
 // Sizes beyond 32 bits and beyond the limits of a grid.
 #include <algorithm>
-#include <array>
-#include <cstring>
-#include <map>
-#include <string>
-#include <vector>
 
 #include <gtest/gtest.h>
 
@@ -214,8 +209,8 @@ class SlidingWindows {
 using Buffers = std::map<TensorId, DeviceBuffer>;
 
 /// Runs with outputs and a workspace of its own.
-Buffers outputs_of(const Problem& problem, Args args, const std::string& implementation) {
-  const Plan plan = make_plan(problem, {DeviceType::kCuda, 0}, choosing(implementation)).value();
+Buffers outputs_of(const Problem& problem, Args args) {
+  const Plan plan = make_plan(problem, {DeviceType::kCuda, 0}).value();
   Buffers outputs;
   for (const TensorSpec& spec : tensors_of(problem.operation)) {
     if (spec.role == Role::kInput || !problem.has(spec.id)) continue;
@@ -236,12 +231,8 @@ std::vector<std::byte> bytes_at(const DeviceBuffer& buffer, std::size_t offset, 
   return bytes;
 }
 
-/// The generic kernels, and on Hopper those made for it.
-std::vector<std::string> families() {
-  std::vector<std::string> names{"cuda"};
-  if (no_hopper().empty()) names.emplace_back("sm90");
-  return names;
-}
+constexpr std::size_t kStateBytes =
+    std::size_t{4} * SlidingWindows::kHeads * SlidingWindows::kDim * SlidingWindows::kDim;
 
 // T HV K and NC HV K V pass 2^31. The last chunk again, from the state that entered it.
 TEST(CudaReports, INDEX_01_SequenceBeyondTwoToThe31Elements) {
@@ -249,30 +240,21 @@ TEST(CudaReports, INDEX_01_SequenceBeyondTwoToThe31Elements) {
   KDA_NEEDS_MEMORY(95 * kGigabyte);
   constexpr int64_t kTokens = 180224;
   const SlidingWindows windows;
-  for (const std::string& family : families()) {
-    SCOPED_TRACE(family);
-    Problem before = windows.problem(Operation::kChunkForward, kTokens - 64);
-    before.set(kO, DType::kBF16).set(kFinalState, DType::kF32);
-    const Buffers entering = outputs_of(before, windows.args(0), family);
-    Problem problem = windows.problem(Operation::kChunkForward, kTokens);
-    problem.set(kO, DType::kBF16).set(kH, DType::kBF16);
-    const Buffers whole = outputs_of(problem, windows.args(0), family);
+  Problem problem = windows.problem(Operation::kChunkForward, kTokens);
+  problem.set(kO, DType::kBF16).set(kH, DType::kF32);
+  const Buffers whole = outputs_of(problem, windows.args(0));
 
-    Problem last = windows.problem(Operation::kChunkForward, 64);
-    last.set(kO, DType::kBF16).set(kH, DType::kBF16).set(kInitialState, DType::kF32);
-    Args args = windows.args(kTokens - 64);
-    args.in(kInitialState, entering.at(kFinalState).address());
-    const Buffers tail = outputs_of(last, args, family);
-    constexpr std::size_t kRow = std::size_t{2} * SlidingWindows::kHeads * SlidingWindows::kDim;
-    constexpr std::size_t kStates = kRow * SlidingWindows::kDim;
-    EXPECT_EQ(bytes_at(whole.at(kO), (kTokens - 64) * kRow, 64 * kRow),
-              bytes_at(tail.at(kO), 0, 64 * kRow));
-    EXPECT_EQ(bytes_at(whole.at(kH), (kTokens / 64 - 1) * kStates, kStates),
-              bytes_at(tail.at(kH), 0, kStates));
-  }
+  Problem last = windows.problem(Operation::kChunkForward, 64);
+  last.set(kO, DType::kBF16).set(kInitialState, DType::kF32);
+  Args args = windows.args(kTokens - 64);
+  args.in(kInitialState, whole.at(kH).at((kTokens / 64 - 1) * kStateBytes));
+  const Buffers tail = outputs_of(last, args);
+  constexpr std::size_t kRow = std::size_t{2} * SlidingWindows::kHeads * SlidingWindows::kDim;
+  EXPECT_EQ(bytes_at(whole.at(kO), (kTokens - 64) * kRow, 64 * kRow),
+            bytes_at(tail.at(kO), 0, 64 * kRow));
 }
 
-// h, dh and the offsets of the gradients pass 2^31. The last of two sequences again, alone.
+// h, dh and the offsets of the gradients pass 2^31. The last chunk again, alone.
 TEST(CudaReports, INDEX_01_BackwardBeyondTwoToThe31Elements) {
   KDA_NEEDS_GPU();
   KDA_NEEDS_MEMORY(95 * kGigabyte);
@@ -281,6 +263,10 @@ TEST(CudaReports, INDEX_01_BackwardBeyondTwoToThe31Elements) {
   constexpr int64_t kDim = SlidingWindows::kDim;
   constexpr int64_t kRow = 2 * kHeads * kDim;  // every second row is left out
   const SlidingWindows windows;
+  Problem forward = windows.problem(Operation::kChunkForward, kTokens);
+  forward.set(kO, DType::kBF16).set(kH, DType::kF32);
+  const Buffers states = outputs_of(forward, windows.args(0));
+
   const auto with_gradients = [](Problem problem) {
     for (const TensorId id : {kDq, kDk, kDv, kDg}) {
       problem.set(id, TensorLayout::strided(DType::kBF16, {1, problem.sizes.T, kHeads, kDim},
@@ -288,29 +274,23 @@ TEST(CudaReports, INDEX_01_BackwardBeyondTwoToThe31Elements) {
     }
     return problem.set(kDbeta, DType::kF32);
   };
-  HostTensor cu(DType::kI64, {3});
-  const std::array<int64_t, 3> starts{0, kTokens - 64, kTokens};
-  std::memcpy(cu.bytes.data(), starts.data(), sizeof starts);
-  const DeviceBuffer device_cu(cu);
-  Problem two = with_gradients(windows.problem(Operation::kChunkBackward, kTokens));
-  two.set(kCuSeqlens, DType::kI64).sizes.N = 2;
-  Args args = windows.args(0);
-  args.in(kCuSeqlens, device_cu.address());
-  const Problem last = with_gradients(windows.problem(Operation::kChunkBackward, 64));
-  for (const std::string& family : families()) {
-    SCOPED_TRACE(family);
-    const Buffers whole = outputs_of(two, args, family);
-    const Buffers tail = outputs_of(last, windows.args(kTokens - 64), family);
-    constexpr std::size_t kBytes = std::size_t{2} * (63 * kRow + kHeads * kDim);
-    for (const TensorId id : {kDq, kDk, kDv, kDg}) {
-      EXPECT_EQ(bytes_at(whole.at(id), (kTokens - 64) * std::size_t{2} * kRow, kBytes),
-                bytes_at(tail.at(id), 0, kBytes))
-          << name_of(id);
-    }
-    constexpr std::size_t kScalars = std::size_t{4} * kHeads;
-    EXPECT_EQ(bytes_at(whole.at(kDbeta), (kTokens - 64) * kScalars, 64 * kScalars),
-              bytes_at(tail.at(kDbeta), 0, 64 * kScalars));
+  const Buffers whole = outputs_of(
+      with_gradients(windows.problem(Operation::kChunkBackward, kTokens)), windows.args(0));
+
+  Problem last = with_gradients(windows.problem(Operation::kChunkBackward, 64));
+  last.set(kInitialState, DType::kF32);
+  Args args = windows.args(kTokens - 64);
+  args.in(kInitialState, states.at(kH).at((kTokens / 64 - 1) * kStateBytes));
+  const Buffers tail = outputs_of(last, args);
+  constexpr std::size_t kBytes = std::size_t{2} * (63 * kRow + kHeads * kDim);
+  for (const TensorId id : {kDq, kDk, kDv, kDg}) {
+    EXPECT_EQ(bytes_at(whole.at(id), (kTokens - 64) * std::size_t{2} * kRow, kBytes),
+              bytes_at(tail.at(id), 0, kBytes))
+        << name_of(id);
   }
+  constexpr std::size_t kScalars = std::size_t{4} * kHeads;
+  EXPECT_EQ(bytes_at(whole.at(kDbeta), (kTokens - 64) * kScalars, 64 * kScalars),
+            bytes_at(tail.at(kDbeta), 0, 64 * kScalars));
 }
 
 }  // namespace
