@@ -45,19 +45,19 @@ Tensor scratch_bf16(Pipeline& run, const int64_t (&shape)[4]) {
   return t;
 }
 
-/// v_new, h and R, dh of both walks, into `grad`.
+/// v_new, h and R, dh of both walks, into `grad`, which knows its sequences.
 void walk(Pipeline& run, const PrepParams& prep, GradParams& grad) {
   const Sizes& s = run.problem().sizes;
   const Scale scale = split(run.scale());
   ScanParams scan;
   scan.records = prep.records;
   scan.sequences = prep.sequences;
-  scan.h_rows = prep.sequences.offsets;
-  scan.h_row_count = prep.sequences.chunk_rows;
+  scan.h_rows = grad.sequences.offsets;
+  scan.h_row_count = grad.sequences.chunk_rows;
   scan.heads = prep.heads;
-  scan.chunk_size = kChunk;
+  scan.chunk_size = kGradTokens;
   scan.side_by_side = 2;
-  const int64_t rows = prep.sequences.chunk_rows;
+  const int64_t rows = grad.sequences.chunk_rows;
   scan.v = run[kV];
   scan.o = grad.v_new = scratch_bf16(run, {s.B, s.T, s.HV, s.V});
   scan.h = grad.h = scratch_bf16(run, {rows, s.HV, s.K, s.V});
@@ -112,7 +112,14 @@ void chunk_bwd(Pipeline& run) {
   run.require_aligned("sm90_chunk_bwd", {kQ, kK, kV, kG, kDo, kDq, kDk, kDv, kDg});
   const PrepParams prep = prepare_records(run, true);
   GradParams grad;
+  grad.sequences = run.sequences_in_chunks(kGradTokens);
   walk(run, prep, grad);
+  grad.records = prep.records;
+  grad.record_sequences = prep.sequences;
+  const int64_t rows = grad.sequences.chunk_rows;
+  const int64_t blocks = std::min<int64_t>(rows * s.HV, kMostGradBlocks);
+  grad.carry = static_cast<float4*>(
+      run.bytes(blocks, static_cast<std::size_t>(grad_carry_bytes(s.K))));
   grad.q = prep.q;
   grad.k = prep.k;
   grad.v = run[kV];
@@ -126,10 +133,9 @@ void chunk_bwd(Pipeline& run) {
   grad.dg = run[kDg];
   const bool parameters = problem.has(kDALog) || problem.has(kDdtBias);
   Tensor partial;
-  if (parameters) partial = run.scratch({prep.sequences.chunk_rows, s.HV, s.K + 1});
+  if (parameters) partial = run.scratch({2 * rows, s.HV, s.K + 1});
   grad.partial = static_cast<float*>(partial.data);
   grad.dbeta = run[kDbeta];
-  grad.sequences = prep.sequences;
   grad.heads = prep.heads;
   grad.scale = static_cast<float>(run.scale());
   grad.beta_factor = prep.beta_factor;
@@ -138,8 +144,8 @@ void chunk_bwd(Pipeline& run) {
   grad.beta_sigmoid = prep.beta_sigmoid;
   run(launch_grad, grad);
   if (parameters) {
-    run(launch_gate_reduce, GateReduceParams{partial, run[kDALog], run[kDdtBias],
-                                             prep.sequences.chunk_rows, prep.heads});
+    run(launch_gate_reduce,
+        GateReduceParams{partial, run[kDALog], run[kDdtBias], 2 * rows, prep.heads});
   }
   if (!direct) sum_groups(run, grad);
   run.finish();
