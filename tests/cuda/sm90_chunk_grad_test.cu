@@ -164,8 +164,9 @@ class Gradient {
     const DeviceMemory carry(kBlocks * grad_carry_bytes(s_.K));
     p.records = prep.records = static_cast<std::byte*>(records.data);
     p.carry = static_cast<float4*>(carry.data);
-    Status status = launch_prep(prep, false, nullptr);
-    if (status.ok()) status = launch_grad(p, false, nullptr);
+    const Status prepared = launch_prep(prep, false, nullptr);
+    ASSERT_TRUE(prepared.ok()) << prepared.message();
+    const Status status = launch_grad(p, false, nullptr);
     ASSERT_TRUE(status.ok()) << status.message();
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
   }

@@ -45,6 +45,21 @@ Tensor scratch_bf16(Pipeline& run, const int64_t (&shape)[4]) {
   return t;
 }
 
+/// grad writes dq and dk of the inputs itself.
+bool writes_keys(const Problem& problem) {
+  const DType dtype = problem[kDq].dtype;
+  return problem.sizes.HV == problem.sizes.H && problem.has(kDq) && problem.has(kDk) &&
+         dtype == problem[kDk].dtype && (dtype == DType::kBF16 || dtype == DType::kF32);
+}
+
+/// v_new has room in dq, of which grad writes a chunk once it has read the same one of v_new.
+bool fits_dq(Pipeline& run) {
+  const Problem& problem = run.problem();
+  const Sizes& s = problem.sizes;
+  return writes_keys(problem) && problem[kDq].dtype == DType::kBF16 && s.K == s.V &&
+         *tile_obstacle(run[kDq], s) == '\0';
+}
+
 /// v_new, h and R, dh of both walks, into `grad`, which knows its sequences.
 void walk(Pipeline& run, const PrepParams& prep, GradParams& grad) {
   const Sizes& s = run.problem().sizes;
@@ -59,7 +74,7 @@ void walk(Pipeline& run, const PrepParams& prep, GradParams& grad) {
   scan.side_by_side = 2;
   const int64_t rows = grad.sequences.chunk_rows;
   scan.v = run[kV];
-  scan.o = grad.v_new = scratch_bf16(run, {s.B, s.T, s.HV, s.V});
+  scan.o = grad.v_new = fits_dq(run) ? run[kDq] : scratch_bf16(run, {s.B, s.T, s.HV, s.V});
   scan.h = grad.h = scratch_bf16(run, {rows, s.HV, s.K, s.V});
   scan.initial_state = run.state(kInitialState);
   const BackwardScans kernels = s.K == 64 ? backward_scans_k64() : backward_scans_k128();
@@ -99,13 +114,6 @@ void sum_groups(Pipeline& run, const GradParams& grad) {
   run(launch_activate_bwd, sums);
 }
 
-/// grad writes dq and dk of the inputs itself.
-bool writes_keys(const Problem& problem) {
-  const DType dtype = problem[kDq].dtype;
-  return problem.sizes.HV == problem.sizes.H && problem.has(kDq) && problem.has(kDk) &&
-         dtype == problem[kDk].dtype && (dtype == DType::kBF16 || dtype == DType::kF32);
-}
-
 void chunk_bwd(Pipeline& run) {
   const Problem& problem = run.problem();
   const Sizes& s = problem.sizes;
@@ -118,8 +126,8 @@ void chunk_bwd(Pipeline& run) {
   grad.record_sequences = prep.sequences;
   const int64_t rows = grad.sequences.chunk_rows;
   const int64_t blocks = std::min<int64_t>(rows * s.HV, kMostGradBlocks);
-  grad.carry = static_cast<float4*>(
-      run.bytes(blocks, static_cast<std::size_t>(grad_carry_bytes(s.K))));
+  grad.carry =
+      static_cast<float4*>(run.bytes(blocks, static_cast<std::size_t>(grad_carry_bytes(s.K))));
   grad.q = prep.q;
   grad.k = prep.k;
   grad.v = run[kV];
@@ -176,7 +184,9 @@ std::string obstacle_of(const Problem& problem) {
 }
 
 /// Slices of heads, so that the workspace stays beside what the step leaves: S1 of the performance
-/// suite has 1.0 GB of outputs and may take 2.5 GB over its inputs.
+/// suite has 1.0 GB of outputs and may take 2.5 GB over its inputs. Where the blocks of both scans
+/// find a multiprocessor each, slices leave some of them idle for the length of a sequence, and the
+/// workspace may be larger: S5 has 5.4 GB of outputs and may take 14.
 Result<int64_t> slices_of(const Problem& problem, const Device& device) {
   constexpr int64_t kAlwaysFine = 256'000'000;
   const Result<std::size_t> workspace = measure_workspace(problem, chunk_bwd);
@@ -188,10 +198,11 @@ Result<int64_t> slices_of(const Problem& problem, const Device& device) {
   int sms = 0;
   cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device.index);
   const Sizes& s = problem.sizes;
+  const int64_t narrow_blocks = 2 * problem.sequences() * s.HV * (s.V / kGroupColumns);
+  const int64_t limit = narrow_blocks <= sms ? outputs + outputs * 3 / 5 : outputs + outputs / 3;
   const int64_t columns = s.V % (kMostGroups * kGroupColumns) == 0 ? 2 : 1;
-  return count_slices(
-      {s.H, static_cast<int64_t>(*workspace), std::max(kAlwaysFine, outputs + outputs / 3),
-       2 * problem.sequences() * (s.HV / s.H) * s.V / (columns * kGroupColumns), std::max(sms, 1)});
+  return count_slices({s.H, static_cast<int64_t>(*workspace), std::max(kAlwaysFine, limit),
+                       narrow_blocks / s.H / columns, std::max(sms, 1)});
 }
 
 }  // namespace

@@ -309,6 +309,7 @@ __global__ void __launch_bounds__(GradTraits<Io, K>::kThreads, GradTraits<Io, K>
     GradWork& next = shared.work[at ^ 1];
     const int tid = thread_index();
     const int warp = __shfl_sync(~0u, tid / 32, 0);
+    __builtin_assume(warp >= 0);
     GradBlock<Io, K, GATE>{shared, p, work, tid, warp, tid % 32}.run(next);
     if (next.chunk.rows == 0) return;
   }

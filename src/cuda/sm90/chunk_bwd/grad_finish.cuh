@@ -25,7 +25,13 @@ struct GradFinish {
 
   __device__ GradFinish(GradShared<Io, K>& memory, const GradParams& params, const GradWork& what,
                         int warp_of, int lane_of)
-      : shared(memory), p(params), work(what), warp(warp_of), lane(lane_of), at(warp_of, lane_of), cross{memory, params, what, warp_of, lane_of} {}
+      : shared(memory),
+        p(params),
+        work(what),
+        warp(warp_of),
+        lane(lane_of),
+        at(warp_of, lane_of),
+        cross{memory, params, what, warp_of, lane_of} {}
 
   __device__ __forceinline__ ChannelGate gate_of(int c) const {
     return channel_gate(shared, at.channel(c));

@@ -50,6 +50,7 @@ struct GradTraits {
 __device__ __forceinline__ int thread_index() {
   int index = static_cast<int>(threadIdx.x);
   asm volatile("" : "+r"(index));
+  __builtin_assume(index >= 0);  // divisions by powers of two are shifts
   return index;
 }
 
