@@ -33,37 +33,66 @@
 
 namespace kda::cuda::sm90 {
 
-/// Into `work`: the first item from `item` on, in this block's steps, that has rows; one without
-/// rows if there is none. By one warp.
-__device__ __forceinline__ void find_grad_work(const GradLaunchParams& p, uint32_t item,
-                                               GradWork& work) {
+/// Row of the record of the first chunk of a pair.
+__device__ __forceinline__ int64_t first_record(const GradParams& p, uint32_t row) {
+  const Sequences& pairs = p.sequences;
+  const Sequences& chunks = p.record_sequences;
+  if (pairs.cu.data == nullptr) {
+    const auto per_row = static_cast<uint32_t>(pairs.chunks_per_row);
+    return row / per_row * chunks.chunks_per_row + 2 * (row % per_row);
+  }
+  const int64_t sequence = pairs.entries[row].sequence;
+  return clamp_index(chunks.offsets[sequence] + 2 * (row - pairs.offsets[sequence]), 0,
+                     chunks.chunk_rows - 1);
+}
+
+/// Into `next`, by one warp: what comes after `last`. That is the earlier chunk of its pair, or of
+/// the first pair in this block's steps that has tokens the later one, which may be the only one;
+/// one without rows if there is none.
+__device__ __forceinline__ void find_grad_work(const GradLaunchParams& p, const GradWork& last,
+                                               GradWork& next) {
   const int lane = thread_index() % 32;
   const auto HV = static_cast<uint32_t>(p.heads.HV);
-  const auto count = static_cast<uint32_t>(p.sequences.chunk_rows) * HV;
+  const bool carries = last.crosses;
+  bool crosses = false;
   Chunk chunk{};
-  uint32_t found = item;
-  for (; item < count; item += gridDim.x) {
-    found = item;
-    chunk = small_chunk_of(p.sequences, item / HV);
-    if (chunk.rows > 0) break;
-    clear_partial(p, item / HV, item % HV, lane);
+  uint32_t found = last.item;
+  uint32_t after = last.after;
+  if (carries) {
+    chunk = {last.chunk.batch, last.chunk.begin - kChunk, kChunk};
+  } else {
+    const auto count = static_cast<uint32_t>(p.sequences.chunk_rows) * HV;
+    for (; after < count && chunk.rows == 0; after += gridDim.x) {
+      found = after;
+      chunk = small_chunk_of(p.sequences, found / HV);
+      crosses = chunk.rows > kChunk;
+      if (chunk.rows == 0) clear_partial(p, 2 * int64_t{found / HV}, found % HV, lane);
+      if (!crosses) clear_partial(p, 2 * int64_t{found / HV} + 1, found % HV, lane);
+    }
+    if (crosses) {
+      chunk.begin += kChunk;
+      chunk.rows -= kChunk;
+    }
   }
-  if (item >= count) chunk.rows = 0;
   const uint32_t hv = found % HV;
   const uint32_t head = hv / static_cast<uint32_t>(p.heads.group);
   if (lane < kGradRows) {
     const Tensor& t = p.rows[lane];
     const int64_t offset = token_offset(t, chunk.batch, chunk.begin, lane <= kRowsK ? head : hv);
     const bool narrow = t.dtype == kBFloat16 || t.dtype == kFloat16;
-    work.rows[lane] = static_cast<std::byte*>(t.data) + offset * (narrow ? 2 : 4);
+    next.rows[lane] = static_cast<std::byte*>(t.data) + offset * (narrow ? 2 : 4);
   }
   if (lane > 0) return;
-  work.chunk = chunk;
-  work.item = found;
-  work.row = found / HV;
-  work.hv = hv;
-  work.head = head;
-  work.after = item + gridDim.x;
+  next.chunk = chunk;
+  next.crosses = crosses;
+  next.carries = carries;
+  next.item = found;
+  next.row = 2 * int64_t{found / HV} + (crosses ? 1 : 0);
+  next.record = crosses ? first_record(p, found / HV) : 0;
+  next.hv = hv;
+  next.head = head;
+  next.after = after;
+  next.crossings = last.crossings + (last.crosses ? 1 : 0);
 }
 
 template <class Io, int K, int GATE>
@@ -73,8 +102,8 @@ struct GradBlock {
   /// What the walk over V leaves: accumulators and the sums of CUDA cores.
   struct ValueSums {
     float S[32];
-    float dkx[16];
-    float scores[16];
+    float dkx[32];  ///< of this chunk; dh times v_new of the earlier one
+    float scores[Traits::kScores];
     float2 state_product{0, 0};  ///< of the channels of multiply_states
     float value_product[Traits::kValueRows] = {};
     float unit = 1;  ///< fp16: of what is linear in R or dh
@@ -85,11 +114,11 @@ struct GradBlock {
       unit = next;
       if (factor == 1) return;
 #pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        S[16 + i] *= factor;
-        dkx[i] *= factor;
-        if (warp % 4 >= 2) scores[i] *= factor;
-      }
+      for (int i = 0; i < 16; ++i) S[16 + i] *= factor;
+#pragma unroll
+      for (float& x : dkx) x *= factor;
+#pragma unroll
+      for (float& x : scores) x *= warp % 4 >= 2 ? factor : 1;
       state_product = state_product * factor;
 #pragma unroll
       for (float& x : value_product) x *= factor;
@@ -110,18 +139,16 @@ struct GradBlock {
     __syncthreads();
   }
 
-  /// Of columns v0 .. of V.
-  __device__ __forceinline__ float unit_of(int v0) const {
-    return p.units[int64_t{work.item} * (p.heads.V / kGradColumns) + v0 / kGradColumns];
-  }
-
   __device__ __forceinline__ void issue_value_products(ValueSums& sums, bool add) const {
-    const int group = warp / 4;
+    const int group = __shfl_sync(~0u, thread_index() / 128, 0);
     const uint32_t half = static_cast<uint32_t>(group) * 64 * kPanelRowBytes;
     const PanelTile<K> h{shared_address(shared.value.h) + half};
     const PanelTile<K> dh{shared_address(shared.value.dh) + half};
     const PanelTile<2 * kChunk> do_R{shared_address(shared.value.do_R)};
-    const PanelTile<kChunk> v_new{shared_address(shared.value.v_new)};
+    const PanelTile<2 * kChunk> v_new{shared_address(shared.v_new)};
+    // With two warpgroups, the second has the scores over the earlier chunk.
+    const PanelTile<2 * kChunk> scored{shared_address(shared.v_new) +
+                                       static_cast<uint32_t>(group) * kChunk * kPanelRowBytes};
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kGradColumns / 16; ++step) {
@@ -134,12 +161,11 @@ struct GradBlock {
       wgmma_ss<Io, Major::kSummed, Major::kSummed>(sums.dkx, dh.columns(step), v_new.columns(step),
                                                    add || step > 0);
     }
-    // Every warpgroup, though the first one's would do: a branch here would split the group.
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kGradColumns / 16; ++step) {
       wgmma_ss<Io, Major::kSummed, Major::kSummed>(sums.scores, do_R.columns(step),
-                                                   v_new.columns(step), add || step > 0);
+                                                   scored.columns(step), add || step > 0);
     }
     wgmma_commit();
   }
@@ -148,19 +174,18 @@ struct GradBlock {
   /// them.
   template <int LATER>
   __device__ __forceinline__ void take_values(ValueSums& sums, int v0) const {
-    uint4 v[Traits::kValueRows];
-    load_v<Io, K>(v, p, work, v0);
+    wait_for_copies<LATER>();
+    fence_tiles(v0);
     float unit = p.mantissa;
     if constexpr (Traits::kTwoTerms) {
-      unit = unit_of(v0);
+      unit = p.units[(work.row * p.heads.HV + work.hv) * (p.heads.V / kGradColumns) +
+                     v0 / kGradColumns];
       if (v0 == 0) sums.unit = unit;
       sums.move_to(unit, warp);
     }
-    wait_for_copies<LATER>();
-    fence_tiles(v0);
     issue_value_products(sums, v0 > 0);
-    sums.state_product = multiply_states(shared, sums.state_product);
-    finish_values(shared, p, work, v0, v, unit, sums.value_product);
+    if (!work.carries) sums.state_product = multiply_states(shared, sums.state_product);
+    finish_values(shared, p, work, v0, unit, sums.value_product);
     wgmma_wait<0>();
   }
 
@@ -179,6 +204,9 @@ struct GradBlock {
   }
 
   __device__ __forceinline__ void put_value_sums(const ValueSums& sums) const {
+    if constexpr (Traits::kTwoTerms) {
+      if (tid == 0) shared.extra.unit = sums.unit;
+    }
     if (lane / 8 == lane % 4) {
       float* const to = shared.state_product + 16 * warp + lane / 4;
       to[0] = sums.state_product.x;
@@ -190,26 +218,22 @@ struct GradBlock {
       for (int step = 4; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
       if (tid % 8 == 0) shared.value_product[tid / 8 + i * (kChunk / Traits::kValueRows)] = sum;
     }
-    // Every warpgroup has the scores; with two of them, each writes half of the rows.
-    constexpr int kShare = 2 / (Traits::kWarps / 4);
-    float unit = p.mantissa;
-    if constexpr (Traits::kTwoTerms) {
-      unit = sums.unit;
-      if (tid == 0) shared.extra.unit = unit;
-    }
-    put_scores_gradient<Io, K, kShare>(shared, sums.scores, p.scale, unit, warp, lane);
+  }
+
+  /// Once the tiles in whose place they go have been read.
+  __device__ __forceinline__ void put_scores(const ValueSums& sums) const {
+    if (warp < 4) put_scores_gradient(shared, sums.scores, p.scale, unit_of(shared, p), warp, lane);
+    if (!work.crosses || (Traits::kWarps > 4 && warp < 4)) return;
+    const float* const cross = sums.scores + Traits::kScores - 16;
+    put_cross_gradient(shared, cross, p.scale, unit_of(shared, p), warp % 4, lane);
   }
 
   /// G and the norms from the raw rows.
   __device__ __forceinline__ void put_decays() const {
-    constexpr int kTokens = Traits::kTokens;
-    const ColumnPair<Io, K> at;
-    float2 G[kTokens];
-    sum_decays<Io, K, GATE>(shared, p, G, at.segment * kTokens, at.column, work.chunk.rows);
-    put_pair(&shared.totals[at.segment][at.column], G[kTokens - 1]);
+    sum_decays<GATE>(shared, p, work.chunk.rows);
     find_norms(shared, p);
     __syncthreads();
-    put_gates(shared, G, at.segment, at.column);
+    join_segments(shared);
   }
 
   /// S += [dq2 | z]^T, all but the rows' factor.
@@ -271,15 +295,19 @@ struct GradBlock {
     walk_values(sums);
     put_value_sums(sums);
     if (warp == Traits::kWarps - 1) {
-      find_grad_work(p, work.after, next);
+      find_grad_work(p, work, next);
       if (lane == 0) next.tiles = work.tiles + static_cast<uint32_t>(p.heads.V) / kGradColumns;
     }
     __syncthreads();
+    if (work.crosses && tid == 0) load_update(shared, p, work);
+    put_scores(sums);
     const bool far = put_intra_tiles(shared);
     ptx::fence_proxy_async(ptx::space_shared);
     const bool has_far = __syncthreads_or(far) != 0;
-    GradFinish<Io, K> finish(shared, p, work, warp, lane);
+    GradFinish<Io, K> finish(shared, p, work, warp, thread_index() % 32);
+    if (work.crosses) finish.cross.multiply(sums.S, sums.dkx);
     finish.scale_rows(sums.S);
+    if (work.carries) finish.cross.take_dkx(sums.dkx);
     multiply_rows(sums.S);
     float x[24];
     multiply_columns(x);
@@ -288,7 +316,6 @@ struct GradBlock {
     __syncthreads();
     if (next.chunk.rows > 0) load_value_tiles(shared, p, next, 0);
     commit_copies();
-    if (next.chunk.rows > 0) prefetch_v<Io, K>(p, next);
     const GradScalars scalars = load_scalars(p, next);
     GradFinish<Io, K>(shared, p, work, warp, thread_index() % 32)
         .template store_all<GATE>(sums.S, sums.dkx, W);
@@ -307,10 +334,14 @@ __global__ void __launch_bounds__(GradTraits<Io, K>::kThreads, GradTraits<Io, K>
   auto& shared = *reinterpret_cast<GradShared<Io, K>*>(dynamic);
   if (threadIdx.x == 0) {
     ptx::mbarrier_init(&shared.states_full, 1);
+    ptx::mbarrier_init(&shared.update_full, 1);
     ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
     shared.work[0].tiles = 0;
+    shared.work[1] = {};
+    shared.work[1].after = blockIdx.x;
   }
-  if (threadIdx.x < 32) find_grad_work(p, blockIdx.x, shared.work[0]);
+  __syncwarp();
+  if (threadIdx.x < 32) find_grad_work(p, shared.work[1], shared.work[0]);
   __syncthreads();
   if (shared.work[0].chunk.rows == 0) return;
   load_value_tiles(shared, p, shared.work[0], 0);
@@ -324,6 +355,7 @@ __global__ void __launch_bounds__(GradTraits<Io, K>::kThreads, GradTraits<Io, K>
     GradWork& next = shared.work[at ^ 1];
     const int tid = thread_index();
     const int warp = __shfl_sync(~0u, tid / 32, 0);
+    __builtin_assume(warp >= 0);
     GradBlock<Io, K, GATE>{shared, p, work, tid, warp, tid % 32}.run(next);
     if (next.chunk.rows == 0) return;
   }

@@ -55,7 +55,7 @@ struct ScanParams {
   int32_t side_by_side = 1;  ///< scans that run at the same time
   float scale = 1;           ///< of o; kReverse: of do, a power of two
   float mantissa = 1;        ///< kReverse: m, the rest of the scale
-  float* units = nullptr;    ///< kReverse in fp16: [chunk rows, HV, V / 64], rev_unit.cuh
+  float* units = nullptr;    ///< kReverse in fp16: [2 h_row_count, HV, V / 64], rev_unit.cuh
 };
 
 Status launch_prep(const PrepParams& params, bool fp64, cudaStream_t stream);
@@ -64,6 +64,9 @@ Status launch_prep(const PrepParams& params, bool fp64, cudaStream_t stream);
 PrepParams prep_params(Pipeline& run, bool split_beta);
 /// The same, launched.
 PrepParams prepare_records(Pipeline& run, bool split_beta);
+
+/// "" or why `scan` cannot read or write tiles of a tensor [B,T,HV,V].
+const char* tile_obstacle(const Tensor& t, const Sizes& sizes);
 
 /// "" or which size these kernels do not take.
 std::string size_obstacle(const Problem& problem);
