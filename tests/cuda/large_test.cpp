@@ -1,8 +1,10 @@
 // Sizes beyond 32 bits and beyond the limits of a grid.
 #include <algorithm>
+#include <cmath>
 
 #include <gtest/gtest.h>
 
+#include "compare.h"
 #include "cuda/device_case.h"
 #include "generate.h"
 #include "support/calls.h"
@@ -269,6 +271,29 @@ TEST_P(CudaReports, INDEX_01_SequenceBeyondTwoToThe31Elements) {
             bytes_at(tail.at(kO), 0, 64 * kRow));
 }
 
+/// The same bits or, where the backward makes its states anew and rounds other products than the
+/// forward does, the limits of 7.3. Numbers that no output has are 0xFF in both.
+void expect_alike(const std::vector<std::byte>& a, const std::vector<std::byte>& b, DType dtype,
+                  bool within_limits, TensorId id) {
+  if (!within_limits) {
+    EXPECT_TRUE(a == b) << name_of(id);
+    return;
+  }
+  HostTensor x(dtype, {static_cast<int64_t>(a.size() / size_of(dtype))});
+  HostTensor y = x;
+  std::copy(a.begin(), a.end(), x.bytes.begin());
+  std::copy(b.begin(), b.end(), y.bytes.begin());
+  double error = 0;
+  double size = 0;
+  for (int64_t i = 0; i < x.count(); ++i) {
+    if (std::isnan(x.get(i)) && std::isnan(y.get(i))) continue;
+    error += (x.get(i) - y.get(i)) * (x.get(i) - y.get(i));
+    size += y.get(i) * y.get(i);
+  }
+  EXPECT_GT(size, 0) << name_of(id);
+  EXPECT_LE(std::sqrt(error / size), cases::limit_of(cases::Precision::kBF16, id)) << name_of(id);
+}
+
 // h, dh and the offsets of the gradients pass 2^31. The last chunk again, alone.
 TEST_P(CudaReports, INDEX_01_BackwardBeyondTwoToThe31Elements) {
   KDA_NEEDS_MEMORY(95 * kGigabyte);
@@ -297,13 +322,12 @@ TEST_P(CudaReports, INDEX_01_BackwardBeyondTwoToThe31Elements) {
   const Buffers tail = outputs_of(last, options(), args);
   constexpr std::size_t kBytes = std::size_t{2} * (63 * kRow + kHeads * kDim);
   for (const TensorId id : {kDq, kDk, kDv, kDg}) {
-    EXPECT_EQ(bytes_at(whole.at(id), (kTokens - 64) * std::size_t{2} * kRow, kBytes),
-              bytes_at(tail.at(id), 0, kBytes))
-        << name_of(id);
+    expect_alike(bytes_at(whole.at(id), (kTokens - 64) * std::size_t{2} * kRow, kBytes),
+                 bytes_at(tail.at(id), 0, kBytes), DType::kBF16, is_hopper(), id);
   }
   constexpr std::size_t kScalars = std::size_t{4} * kHeads;
-  EXPECT_EQ(bytes_at(whole.at(kDbeta), (kTokens - 64) * kScalars, 64 * kScalars),
-            bytes_at(tail.at(kDbeta), 0, 64 * kScalars));
+  expect_alike(bytes_at(whole.at(kDbeta), (kTokens - 64) * kScalars, 64 * kScalars),
+               bytes_at(tail.at(kDbeta), 0, 64 * kScalars), DType::kF32, is_hopper(), kDbeta);
 }
 
 }  // namespace

@@ -87,7 +87,7 @@ TEST_P(Extremes, OneNormalisedChannelKeepsItsGradient) {
     spec.sizes.K = 1;
     spec.sizes.V = 8;
     spec.qk_l2norm = true;
-    Case c = make(spec);
+    Case c = cases::generate(spec);
     for (const TensorId id : {kQ, kK}) {
       set_input(c, id, [&](int64_t i) {
         return size * (i % 2 == 0 ? 1.0 : -1.0) * (1.0 + 0.1 * static_cast<double>(i % 3));

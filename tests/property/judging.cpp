@@ -10,10 +10,10 @@
 namespace kda::test {
 
 using cases::Case;
+using cases::CaseSpec;
 using cases::Difference;
 using cases::HostTensor;
 using cases::OutputTypes;
-using cases::ShortBlocks;
 using cases::TensorMap;
 
 namespace {
@@ -33,41 +33,41 @@ TensorMap part_for(const Problem& problem, const TensorMap& expected) {
 
 }  // namespace
 
-void Judged::expect_right(const Case& c, const std::string& what) const {
+void Judged::expect_right(const Case& c, const std::string& what, const CaseSpec* spec) const {
   const TensorMap expected = cases::reference_outputs(c).value();
-  expect_right(c, OutputTypes{}, expected, what);
+  expect_right(c, OutputTypes{}, expected, what, spec);
   if (is_hopper()) return;
   expect_right(c, OutputTypes{DType::kF32}, expected, what + " with fp32 results");
 }
 
 void Judged::expect_right(const Case& c, OutputTypes types, const TensorMap& expected,
-                          const std::string& what) const {
+                          const std::string& what, const CaseSpec* spec) const {
   std::vector<Problem> problems{forward_problem(c, types)};
   if (c.has_gradients()) problems.push_back(backward_problem(c, types));
   for (const Problem& problem : problems) {
     attempt([&] {
-      EXPECT_EQ(beyond(c, results_of(problem, c.inputs), part_for(problem, expected)), "") << what;
+      const TensorMap results = results_of(problem, c.inputs);
+      EXPECT_EQ(beyond(c, results, part_for(problem, expected), spec), "") << what;
     });
   }
 }
 
-std::string Judged::beyond(const Case& c, const TensorMap& results,
-                           const TensorMap& expected) const {
+std::string Judged::beyond(const Case& c, const TensorMap& results, const TensorMap& expected,
+                           const CaseSpec* spec) const {
   if (!is_hopper()) return beyond_limits(c, results, expected);
   const DType io = c.inputs.at(TensorId::kQ).dtype;
-  TensorMap rounded;
   std::string text;
   for (const auto& [id, want] : expected) {
     const HostTensor& result = results.at(id);
-    if (within(cases::compare(c, id, result, want), cases::limit_of(cases::precision_of(io), id))) {
-      continue;
-    }
-    if (rounded.empty() && size_of(io) == 2) rounded = cases::rounding_of(c, io);
-    const double most = cases::limit_beside(rounded, c, id, want, io);
-    const Difference d = cases::compare(c, id, result, want, ShortBlocks::kPooled);
-    if (within(d, most)) continue;
+    const double limit = cases::limit_of(cases::precision_of(io), id);
+    if (within(cases::compare(c, id, result, want), limit)) continue;
+    cases::CheckedOutput checked;
+    checked.id = id;
+    cases::look_again(c, spec, result, want, io, checked);
+    const Difference& d = checked.difference;
+    if (checked.pass) continue;
     text += fmt::format("{}: ratio {:.3g}, worst block {:.3g}, limit {:.3g}{}; ", name_of(id),
-                        d.ratio, d.block_ratio, most, d.finite ? "" : ", not finite");
+                        d.ratio, d.block_ratio, checked.limit, d.finite ? "" : ", not finite");
   }
   return text;
 }

@@ -23,16 +23,18 @@ class Judged : public PerFamily {
 
   /// Either direction is within the limits of 7.3 of the float64 recurrence, with the public dtypes
   /// and, where the family writes them, with fp32 results.
-  void expect_right(const cases::Case& c, const std::string& what = "") const;
+  /// `spec`: what generated the case.
+  void expect_right(const cases::Case& c, const std::string& what = "",
+                    const cases::CaseSpec* spec = nullptr) const;
   /// The same with results of given types, beside what is expected of them.
   void expect_right(const cases::Case& c, cases::OutputTypes types,
-                    const cases::TensorMap& expected, const std::string& what) const;
+                    const cases::TensorMap& expected, const std::string& what,
+                    const cases::CaseSpec* spec = nullptr) const;
 
   /// "" or the outputs that are not: those of Hopper rows, which compute with operands of q's
-  /// dtype, are held to its row of 7.3 and, beyond it, to what rounding the operands makes
-  /// (limit_beside), as kda verify does.
+  /// dtype, are held to its row of 7.3 and get another look as those of kda verify.
   std::string beyond(const cases::Case& c, const cases::TensorMap& results,
-                     const cases::TensorMap& expected) const;
+                     const cases::TensorMap& expected, const cases::CaseSpec* spec = nullptr) const;
 
   /// A limit for fp32 arithmetic, or the one of 7.3 for the operands of Hopper rows.
   double limit(double for_fp32, TensorId id) const;

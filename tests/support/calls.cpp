@@ -1,5 +1,6 @@
 #include "support/calls.h"
 
+#include <algorithm>
 #include <cctype>
 #include <map>
 #include <mutex>
@@ -36,9 +37,10 @@ Counts* const counts = [] {
   return listener;
 }();
 
-/// "K = 16 (64 or 128)" and "K = 32 (64 or 128)" are one reason.
+/// "K = 16 (64 or 128)" and "K = 32 (64 or 128)" are one reason. gtest does not escape names.
 std::string without_found_sizes(std::string_view reason) {
   std::string text(reason);
+  std::replace(text.begin(), text.end(), '"', '\'');
   for (std::size_t at = text.find(" = "); at != std::string::npos; at = text.find(" = ", at + 1)) {
     std::size_t end = at + 3;
     while (end < text.size() && std::isdigit(static_cast<unsigned char>(text[end])) != 0) ++end;
@@ -53,6 +55,10 @@ void count_call(std::string_view row) { counts->add("calls." + std::string(row))
 
 void count_refusal(std::string_view choice, std::string_view reason) {
   counts->add("refused." + std::string(choice) + ": " + without_found_sizes(reason));
+}
+
+void note_limit(std::string_view family, std::string_view text) {
+  counts->add("note." + std::string(family) + ": " + std::string(text));
 }
 
 Result<GuardedOutcome> run_counted(const Problem& problem, const cases::TensorMap& inputs,
