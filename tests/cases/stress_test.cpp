@@ -128,6 +128,22 @@ TEST(StressJudge, SeesWrongNumbers) {
   EXPECT_EQ(faulty(trial, outputs), Names{"o"});
 }
 
+// One channel, normalised, and beta = 1: dg is 6e-5 in size, a difference of terms up to 370 whose
+// last bit in fp32 is 2e-5.
+TEST(StressJudge, KnowsWhatCancelsInDg) {
+  const Trial trial = prepare(draw(103, 153), false).value();
+  const auto with_error = [&](double error) {
+    TensorMap outputs = right_outputs(trial);
+    HostTensor& dg = outputs.at(kDg);
+    for (int64_t i = 0; i < dg.count(); ++i) {
+      if (dg.get(i) != 0) dg.set(i, dg.get(i) + (i % 2 == 0 ? error : -error));  // but no padding
+    }
+    return faulty(trial, outputs);
+  };
+  EXPECT_EQ(with_error(1e-4), Names{});
+  EXPECT_EQ(with_error(1e-2), Names{"dg"});
+}
+
 TEST(StressJudge, SeesNumbersInThePadding) {
   const Trial trial = prepare(first([](const Draw& d) {
                                 return d.problem.operation == Operation::kChunkForward &&
