@@ -26,7 +26,7 @@ DOCUMENT = ROOT / "docs" / "reliability.md"
 RESULTS = "bench/results/*_reports.json"
 FAMILIES = ("reference", "cpu", "cuda", "sm90", "python")
 ROW = re.compile(r"^\| ([A-Z0-9]+-\d\d) \| (.*?) \|(.*)\|$")
-REASON = re.compile(r"^\| ([A-Z0-9*]+-[0-9*]+(?:, [A-Z0-9*]+-[0-9*]+)*) \| ([a-z0-9, ]+) \| (.*) \|$")
+REASON = re.compile(r"^\| ([A-Z0-9*, -]+) \| ([a-z0-9, ]+) \| (.*) \|$")
 ID = re.compile(r"(?<![A-Za-z0-9])([A-Z][A-Z0-9]*)[-_](\d\d)(?![A-Za-z0-9])")
 CPP_TEST = re.compile(
     r"((?:^//.*\n)*)^(?:TEST|TEST_F|TEST_P|TYPED_TEST)\((\w+),\s*(\w+)\)", re.MULTILINE
@@ -275,7 +275,9 @@ def main() -> None:
     if sys.argv[1] == "--write":
         DOCUMENT.write_text("\n".join(new) + "\n")
     else:
-        faults.extend(f"is: {old}\n  expected: {line}" for old, line in zip(lines, new) if old != line)
+        faults.extend(
+            f"is: {old}\n  expected: {line}" for old, line in zip(lines, new) if old != line
+        )
         if len(lines) != len(new) or faults:
             faults.append("tools/reliability.py --write fills the tables")
     if faults:

@@ -50,8 +50,7 @@ def weights_of(x, seed=1):
 @pytest.mark.parametrize("dtype, limits", [(torch.float32, reference.FP32),
                                            (torch.bfloat16, reference.BF16)])
 def test_all_gradients_match_the_recurrence(dtype, limits, lower_bound):
-    """GRAD-04, NUM-05, NUM-09, GVA-01, GVA-02: either gate by the arguments of fla, two value heads
-    for a key head."""
+    """GRAD-04, NUM-05, NUM-09, GVA-01, GVA-02: by the arguments of fla."""
     x = inputs(dtype=dtype)
     weights = weights_of(x)
     gate = "softplus" if lower_bound is None else "lower_bound"
@@ -315,7 +314,7 @@ def test_gate_parameters_of_another_dtype(dtype):
     limit = 1e-2 if dtype == torch.bfloat16 else 1e-4
     for name, gradient in gradients(found, x, weights).items():
         assert gradient.dtype == x[name].dtype
-        assert ratio(wanted[name], gradient) < limit, name
+        assert ratio(wanted[name], gradient.double()) < limit, name
 
 
 def test_activation_checkpointing():
