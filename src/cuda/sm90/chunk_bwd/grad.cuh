@@ -238,20 +238,20 @@ struct GradBlock {
 
   /// S += [dq2 | z]^T, all but the rows' factor.
   __device__ __forceinline__ void multiply_rows(float (&S)[32]) const {
-    const int panel = warp / 4;
+    const PanelTile<kArranged> columns{shared_address(shared.intra.columns[warp / 4])};
+    const PanelTile<2 * kChunk> scores{shared_address(shared.scores)};
     wgmma_fence();
-    add_rows(S, shared.intra.columns[panel], shared.scores);
+    add_rows(S, columns, scores);
     if constexpr (Traits::kTwoTerms) {
-      add_rows(S, shared.intra.columns[panel], shared.extra.low_scores);
-      add_rows(S, shared.extra.low.columns[panel], shared.scores);
+      add_rows(S, columns, PanelTile<2 * kChunk>{shared_address(shared.extra.low_scores)});
+      add_rows(S, second_term(shared, columns), scores);
     }
     wgmma_commit();
     wgmma_wait<0>();
   }
-  __device__ __forceinline__ void add_rows(float (&S)[32], const unsigned char* k_down,
-                                           const unsigned char* dP_dL) const {
-    const PanelTile<kArranged> columns{shared_address(k_down)};
-    const PanelTile<2 * kChunk> scores{shared_address(dP_dL)};
+  static __device__ __forceinline__ void add_rows(float (&S)[32],
+                                                  const PanelTile<kArranged>& columns,
+                                                  const PanelTile<2 * kChunk>& scores) {
 #pragma unroll
     for (int step = 0; step < kArranged / 16; ++step) {
       wgmma_ss<Bf16, Major::kOuter, Major::kSummed>(S, columns.rows(step), scores.columns(step),
@@ -261,20 +261,21 @@ struct GradBlock {
 
   /// dkc^T before the columns' factors, arranged.
   __device__ __forceinline__ void multiply_columns(float (&x)[24]) const {
-    const int panel = warp / 4;
+    const PanelTile<2 * kChunk> rows{shared_address(shared.intra.rows[warp / 4])};
+    const PanelTile<2 * kChunk> scores{shared_address(shared.scores)};
     wgmma_fence();
-    add_columns(x, shared.intra.rows[panel], shared.scores, false);
+    add_columns(x, rows, scores, false);
     if constexpr (Traits::kTwoTerms) {
-      add_columns(x, shared.intra.rows[panel], shared.extra.low_scores, true);
-      add_columns(x, shared.extra.low.rows[panel], shared.scores, true);
+      add_columns(x, rows, PanelTile<2 * kChunk>{shared_address(shared.extra.low_scores)}, true);
+      add_columns(x, second_term(shared, rows), scores, true);
     }
     wgmma_commit();
     wgmma_wait<0>();
   }
-  __device__ __forceinline__ void add_columns(float (&x)[24], const unsigned char* up,
-                                              const unsigned char* dP_dL, bool add) const {
-    const PanelTile<2 * kChunk> rows{shared_address(up)};
-    const PanelTile<2 * kChunk> scores{shared_address(dP_dL)};
+  static __device__ __forceinline__ void add_columns(float (&x)[24],
+                                                     const PanelTile<2 * kChunk>& rows,
+                                                     const PanelTile<2 * kChunk>& scores,
+                                                     bool add) {
 #pragma unroll
     for (int step = 0; step < 2 * kChunk / 16; ++step) {
       wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(x, rows.rows(step), scores.rows(step),

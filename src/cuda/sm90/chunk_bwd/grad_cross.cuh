@@ -92,18 +92,14 @@ struct GradCross {
   }
 
   /// The products with one second term.
-  template <int TOKENS>
-  __device__ __forceinline__ PanelTile<TOKENS> low(const PanelTile<TOKENS>& tile) const {
-    return {tile.address + static_cast<uint32_t>(low_distance(shared))};
-  }
   __device__ __forceinline__ void add_second_terms(float (&S)[32], const PanelTile<kChunk>& kg,
                                                    const PanelTile<2 * kChunk>& cross) const {
 #pragma unroll
     for (int step = 0; step < kChunk / 16; ++step) {
-      wgmma_ss<Bf16, Major::kOuter, Major::kSummed>(S, low(kg).rows(step), cross.columns(step),
-                                                    true);
-      wgmma_ss<Bf16, Major::kOuter, Major::kSummed>(S, kg.rows(step), low(cross).columns(step),
-                                                    true);
+      wgmma_ss<Bf16, Major::kOuter, Major::kSummed>(S, second_term(shared, kg).rows(step),
+                                                    cross.columns(step), true);
+      wgmma_ss<Bf16, Major::kOuter, Major::kSummed>(S, kg.rows(step),
+                                                    second_term(shared, cross).columns(step), true);
     }
   }
   __device__ __forceinline__ void add_second_terms(float (&dkg)[16],
@@ -112,10 +108,10 @@ struct GradCross {
                                                    int block) const {
 #pragma unroll
     for (int step = block; step < 4; step += 2) {
-      wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(dkg, low(rows).rows(step), cross.rows(step),
-                                                   true);
-      wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(dkg, rows.rows(step), low(cross).rows(step),
-                                                   true);
+      wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(dkg, second_term(shared, rows).rows(step),
+                                                   cross.rows(step), true);
+      wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(dkg, rows.rows(step),
+                                                   second_term(shared, cross).rows(step), true);
     }
   }
 

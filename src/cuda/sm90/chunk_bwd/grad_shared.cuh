@@ -185,6 +185,12 @@ __device__ __forceinline__ ptrdiff_t low_distance(const GradShared<__half, K>& s
          reinterpret_cast<const unsigned char*>(&shared.intra);
 }
 
+template <int K, int ROWS>
+__device__ __forceinline__ PanelTile<ROWS> second_term(const GradShared<__half, K>& shared,
+                                                       const PanelTile<ROWS>& first) {
+  return {first.address + static_cast<uint32_t>(low_distance(shared))};
+}
+
 /// What a thread holds of an accumulator [64 channels x 32 tokens]: register 4 i + 2 c + e is
 /// channel(c), token(i, e).
 struct GradLane {
