@@ -104,6 +104,8 @@ TEST(Sm90ChunkForward, LengthsAndPackedSequences) {
     expect_right(spec_of({2, T, 1, 1, 128, 128, 0, 0}));
   }
   // Enough heads that a block takes 128 columns of V.
+  expect_right(spec_of({1, 40, 67, 67, 128, 128, 0, 0}));
+  expect_right(spec_of({1, 40, 67, 67, 128, 128, 0, 0}, kF16));
   for (const int64_t heads : {1, 67}) {
     CaseSpec spec = spec_of({1, 210, heads, heads, 64, 128, 0, 0});
     spec.cu_seqlens = {0, 0, 1, 64, 64, 129, 197, 197};

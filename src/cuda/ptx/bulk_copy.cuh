@@ -1,4 +1,4 @@
-// Completion of asynchronous copies on an mbarrier (what libcu++'s cuda::ptx lacks).
+// Copies from global to shared memory that fill up with zeros.
 #pragma once
 
 #include <cstdint>
@@ -11,12 +11,6 @@ __device__ __forceinline__ void copy_async_16_or_zero(uint32_t shared, const voi
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
                "r"(valid ? 16 : 0)
                : "memory");
-}
-
-/// One arrival of this thread on `barrier` once its copies so far have landed.
-__device__ __forceinline__ void arrive_after_copies(uint64_t* barrier) {
-  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(barrier));
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address) : "memory");
 }
 
 }  // namespace kda::cuda

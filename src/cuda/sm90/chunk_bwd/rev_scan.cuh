@@ -25,12 +25,10 @@ struct ReverseConsumer : ForwardConsumer<IoType, HeadSize, Walk::kReverse> {
   using Base::K;
   using Base::kState;
 
-  /// do^T of the chunk, times 2^e.
-  __device__ __forceinline__ void load_do(uint32_t (&x)[8], int stage) const {
-    const auto from =
-        static_cast<uint32_t>(__cvta_generic_to_shared(this->memory.v(stage, this->group)));
-    ldmatrix_transposed(x, from + this->lines.offset(0));
-    ldmatrix_transposed(x + 4, from + this->lines.offset(1));
+  /// do^T of a chunk once it is there, times 2^e.
+  __device__ __forceinline__ void load_do(uint32_t (&x)[8], const StagePosition& position,
+                                          int32_t chunk) const {
+    this->load_tokens(x, position, chunk);
 #pragma unroll
     for (uint32_t& pair : x) {
       const float2 value = unpack<Io>(pair);
@@ -38,10 +36,10 @@ struct ReverseConsumer : ForwardConsumer<IoType, HeadSize, Walk::kReverse> {
     }
   }
 
-  /// R: that of chunk c + 1, which leaves under the first products, then that of chunk c.
-  __device__ __forceinline__ void chunk(float (&state)[kState], uint32_t (&R)[8], Io*& to,
-                                        int64_t c,
-                                        const RingPosition<kForwardStages>& position) const {
+  /// grad_o: of chunk c, and afterwards of the one before.
+  __device__ __forceinline__ void chunk(float (&state)[kState], uint32_t (&grad_o)[8], int32_t c,
+                                        const StagePosition& position,
+                                        const StagePosition& next) const {
     const unsigned char* const record = this->memory.record(position.stage);
     const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(record));
     const PanelTile<2 * kChunk> ke{address + Record<K>::kRead};
@@ -51,21 +49,13 @@ struct ReverseConsumer : ForwardConsumer<IoType, HeadSize, Walk::kReverse> {
     const SquareTile P{address + Record<K>::kScores};
 
     uint32_t dh[kState / 2];
-#pragma unroll
-    for (int i = 0; i < kState / 2; ++i) dh[i] = pack<Io>(state[2 * i], state[2 * i + 1]);
-    wait_for(&this->barriers.full[position.stage], position.parity);
-    uint32_t grad_o[8];
-    load_do(grad_o, position.stage);
     float X[16];
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < K / 16; ++step) {
-      wgmma_rs<Io, Major::kSummed>(X, dh + 4 * step, kg.columns(step), step > 0);
-    }
+    this->multiply_packed(X, dh, state, kg);
     wgmma_rs<Io, Major::kOuter>(X, grad_o, P.rows(0), true);
     wgmma_rs<Io, Major::kOuter>(X, grad_o + 4, P.rows(1), true);
     wgmma_commit();
-    if (c + 1 < this->work.range.chunks) store_R(R, c + 1, to);
+    Base::template older_products_are_over<1>();
+    this->decay(state, record);
     wgmma_wait<0>();
     this->store_h(dh, c);
 
@@ -77,8 +67,11 @@ struct ReverseConsumer : ForwardConsumer<IoType, HeadSize, Walk::kReverse> {
     wgmma_rs<Io, Major::kOuter>(Y, dv, A.rows(0), false);
     wgmma_rs<Io, Major::kOuter>(Y, dv + 4, A.rows(1), true);
     wgmma_commit();
-    this->decay(state, record);
-    wgmma_wait<0>();
+    wgmma_rs<Io, Major::kOuter>(state, grad_o, qe.rows(0), true);
+    wgmma_rs<Io, Major::kOuter>(state, grad_o + 4, qe.rows(1), true);
+    wgmma_commit();
+    wgmma_wait<1>();
+    uint32_t R[8];
     uint32_t y[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -87,43 +80,37 @@ struct ReverseConsumer : ForwardConsumer<IoType, HeadSize, Walk::kReverse> {
       y[i] = pack<Io>(-beta.x * Y[2 * i], -beta.y * Y[2 * i + 1]);
     }
     wgmma_fence();
-    wgmma_rs<Io, Major::kOuter>(state, grad_o, qe.rows(0), true);
-    wgmma_rs<Io, Major::kOuter>(state, grad_o + 4, qe.rows(1), true);
     wgmma_rs<Io, Major::kOuter>(state, y, ke.rows(0), true);
     wgmma_rs<Io, Major::kOuter>(state, y + 4, ke.rows(1), true);
     wgmma_commit();
+    this->store_o(R, c);
     wgmma_wait<0>();
-    __syncwarp();
-    if (this->thread % 32 == 0) ptx::mbarrier_arrive(&this->barriers.empty[position.stage]);
-  }
-
-  /// Steps back: store_o moves one chunk forward.
-  __device__ __forceinline__ void store_R(const uint32_t (&R)[8], int64_t c, Io*& to) const {
-    this->store_o(R, c, to);
-    to -= 2 * kChunk * this->p.o.stride[1];
+    this->release(position);
+    if (c > 0) load_do(grad_o, next, c - 1);
   }
 
   __device__ void run() const {
     float state[kState];
     this->load_state(state);
     // Without a chunk the gradient passes bit for bit.
-    const float mantissa = this->work.range.chunks > 0 ? this->p.mantissa : 1;
+    const float mantissa = this->work.chunks > 0 ? this->p.mantissa : 1;
     const float inverse = 1 / mantissa;
 #pragma unroll
     for (int i = 0; i < kState; ++i) state[i] *= inverse;
-    const int64_t last = this->work.range.chunks - 1;
-    RingPosition<kForwardStages> position;
-    uint32_t R[8];
-    Io* to =
-        static_cast<Io*>(this->p.o.data) +
-        token_offset(this->p.o, this->work.range.batch,
-                     this->work.range.begin + last * kChunk + this->thread / 8, this->work.hv) +
-        this->work.v0 + this->group * kGroupColumns + this->thread % 8 * kUnitElements;
-    for (int64_t c = last; c >= 0; --c, position.advance()) chunk(state, R, to, c, position);
-    if (last >= 0) store_R(R, 0, to);
+    const int32_t last = this->work.chunks - 1;
+    StagePosition position;
+    uint32_t grad_o[8];
+    if (last >= 0) load_do(grad_o, position, last);
+    for (int32_t c = last; c >= 0; --c) {
+      StagePosition next = position;
+      next.advance(this->memory.stages);
+      chunk(state, grad_o, c, position, next);
+      position = next;
+    }
 #pragma unroll
     for (int i = 0; i < kState; ++i) state[i] *= mantissa;
     this->store_state(state);
+    this->finish_stores();
   }
 };
 

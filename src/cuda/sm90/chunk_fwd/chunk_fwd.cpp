@@ -2,8 +2,11 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 #include <limits>
+#include <memory>
 #include <string>
+#include <utility>
 
 #include <fmt/format.h>
 
@@ -13,11 +16,16 @@
 #include "cuda/sm90/chunk_fwd/config.h"
 #include "cuda/sm90/chunk_fwd/instances/instances.h"
 #include "cuda/sm90/requirements.h"
+#include "cuda/tensor_map.h"
 
 namespace kda::cuda::sm90 {
 namespace {
 
 using enum TensorId;
+
+/// Read or written in units of 16 bytes.
+constexpr std::initializer_list<TensorId> kInUnits = {kQ, kK, kV, kG, kO, kH};
+constexpr std::uintptr_t kUnitBytes = 16;
 
 constexpr int64_t kMostBlocks = std::numeric_limits<int32_t>::max();
 
@@ -39,32 +47,57 @@ Status launch_prep(const PrepParams& p, bool, cudaStream_t stream) {
 
 namespace {
 
-/// Blocks of 64 columns while those of 128 would leave half of the GPU idle.
-int groups_of(const ScanParams& p) {
-  if (p.heads.V % (kMostGroups * kGroupColumns) != 0) return 1;
+int32_t sm_count() {
   int device = 0;
   int sms = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-  const int64_t wide = p.sequences.count * p.heads.HV * p.heads.V / (kMostGroups * kGroupColumns);
-  return 2 * wide * p.side_by_side <= sms ? 1 : kMostGroups;
+  return sms;
+}
+
+/// Tiles of 32 tokens and 64 columns.
+TensorMapShape token_map(const Tensor& t, const Sizes& s) {
+  return {{s.V, s.HV, s.T, s.B},
+          {t.stride[3], t.stride[2], t.stride[1], t.stride[0]},
+          {kGroupColumns, 1, kChunk, 1}};
+}
+
+/// Tiles of K x 64 columns of checkpoints.
+TensorMapShape checkpoint_map(const Tensor& t, const Sizes& s, int64_t rows) {
+  return {{s.V, s.K, s.HV, rows},
+          {t.stride[3], t.stride[2], t.stride[1], t.stride[0]},
+          {kGroupColumns, static_cast<int32_t>(s.K), 1, 1}};
 }
 
 }  // namespace
 
 Status launch_scan(const ScanLaunch& scan, bool, cudaStream_t stream) {
   ScanParams p = scan.params;
-  p.groups = groups_of(p);
+  Sizes s;
+  s.B = p.sequences.cu.data ? 1 : p.sequences.count;
+  s.T = p.sequences.T;
+  s.HV = p.heads.HV;
+  s.K = p.heads.K;
+  s.V = p.heads.V;
+  Status status = make_tensor_map(p.v_map, scan.name, p.v, token_map(p.v, s));
+  if (status.ok()) status = make_tensor_map(p.o_map, scan.name, p.o, token_map(p.o, s));
+  if (status.ok() && p.h.data != nullptr) {
+    status = make_tensor_map(p.h_map, scan.name, p.h, checkpoint_map(p.h, s, p.h_row_count));
+  }
+  if (!status.ok()) return status;
   const bool has_h = p.h.data != nullptr;
-  const int bytes = p.heads.K == 64 ? forward_shared_bytes<64>(p.groups, has_h)
-                                    : forward_shared_bytes<128>(p.groups, has_h);
-  const int64_t blocks = p.sequences.count * p.heads.HV * (p.heads.V / (p.groups * kGroupColumns));
-  return launch({scan.name, blocks, forward_threads(p.groups), static_cast<std::size_t>(bytes),
-                 scan.beside_last},
-                scan.kernel, p, stream);
+  p.shape = scan_shape(p.sequences.count * s.HV * p.side_by_side, s.V, sm_count(),
+                       p.ready != nullptr, has_h);
+  const int bytes =
+      s.K == 64 ? scan_shared_bytes<64>(p.shape, has_h) : scan_shared_bytes<128>(p.shape, has_h);
+  const int64_t blocks = p.sequences.count * s.HV * (s.V / (p.shape.groups * kGroupColumns));
+  void* arguments[] = {&p};
+  return launch_raw({scan.name, blocks, scan_threads(p.shape.groups),
+                     static_cast<std::size_t>(bytes), scan.beside_last},
+                    reinterpret_cast<const void*>(scan.kernel), arguments, stream);
 }
 
-PrepParams prepare_records(Pipeline& run, bool split_beta) {
+PrepParams prep_params(Pipeline& run, bool split_beta) {
   const Problem& problem = run.problem();
   PrepParams prep;
   prep.q = run[kQ];
@@ -80,6 +113,11 @@ PrepParams prepare_records(Pipeline& run, bool split_beta) {
   prep.qk_l2norm = problem.qk_l2norm;
   prep.beta_sigmoid = problem.beta_sigmoid;
   prep.split_beta = split_beta;
+  return prep;
+}
+
+PrepParams prepare_records(Pipeline& run, bool split_beta) {
+  const PrepParams prep = prep_params(run, split_beta);
   run(launch_prep, prep);
   return prep;
 }
@@ -89,18 +127,36 @@ std::string size_obstacle(const Problem& problem) {
   if (s.K != 64 && s.K != 128) return fmt::format("K = {} (64 or 128)", s.K);
   if (s.V % kGroupColumns != 0) return fmt::format("V = {} (a multiple of 64)", s.V);
   if (s.T == 0 || problem.sequences() == 0) return "no tokens";
+  for (const TensorId id : {kV, kDo, kDv, kO, kH}) {
+    if (!problem.has(id)) continue;
+    const Tensor t = tensor_of(problem, {}, id);
+    const char* const obstacle = tensor_map_obstacle(
+        id == kH ? checkpoint_map(t, s, problem.chunk_rows()) : token_map(t, s));
+    if (*obstacle != '\0') return fmt::format("{} ({})", obstacle, name_of(id));
+  }
   const int64_t rows = s.B * (s.T / kChunk + 1) + problem.sequences();
   return rows > kMostBlocks / s.HV ? "more chunks than one grid holds" : "";
 }
 
 namespace {
 
-void chunk_fwd(Pipeline& run) {
+void prep_and_scan(Pipeline& run) {
   const Problem& problem = run.problem();
-  run.require_aligned("sm90_chunk_fwd", {kQ, kK, kV, kG, kO, kH});
-  const PrepParams prep = prepare_records(run, false);
+  run.require_aligned("sm90_chunk_fwd", kInUnits);
+  PrepParams prep = prep_params(run, false);
+  auto* const ready = static_cast<uint32_t*>(
+      run.bytes(prep.sequences.chunk_rows * prep.heads.HV, sizeof(uint32_t)));
+  const int32_t sms = sm_count();
+  const bool beside = problem[kQ].dtype == DType::kBF16 &&
+                      scan_fits_beside(prep.sequences.count * prep.heads.HV, prep.heads.V, sms);
+  if (beside) {
+    prep.ready = ready;
+    prep.blocks = sms * kPrepBlocksBesideScan;
+  }
+  run(launch_prep, prep);
 
   ScanParams scan;
+  scan.ready = prep.ready;
   scan.records = prep.records;
   scan.v = run[kV];
   scan.o = run[kO];
@@ -113,7 +169,7 @@ void chunk_fwd(Pipeline& run) {
   scan.heads = prep.heads;
   scan.chunk_size = problem.chunk_size;
   scan.scale = static_cast<float>(run.scale());
-  run(launch_scan, ScanLaunch{"sm90_chunk_fwd_scan", scan, kernels_of(prep).scan});
+  run(launch_scan, ScanLaunch{"sm90_chunk_fwd_scan", scan, kernels_of(prep).scan, beside});
   run.finish();
 }
 
@@ -142,12 +198,54 @@ std::string obstacle_of(const Problem& problem) {
   return uneven_rows(problem, {kQ, kK, kV, kO, kH, kG});
 }
 
+/// The kernels above, and for addresses that they do not take the generic ones, in slices of heads
+/// that keep to the workspace of the former where slices can.
+class ForwardExecutor final : public CudaExecutor {
+ public:
+  ForwardExecutor(const Problem& problem, const Device& device, std::size_t workspace_bytes,
+                  std::unique_ptr<Executor> generic)
+      : CudaExecutor(problem, device, workspace_bytes), generic_(std::move(generic)) {}
+
+ protected:
+  Status enqueue(const Args& args, cudaStream_t stream) const override {
+    if (!takes(args)) return generic_->run(args, stream);
+    Pipeline pipeline(problem(), args, stream);
+    if (pipeline.status().ok()) prep_and_scan(pipeline);
+    return pipeline.status();
+  }
+
+ private:
+  bool takes(const Args& args) const {
+    return std::all_of(kInUnits.begin(), kInUnits.end(), [&](TensorId id) {
+      return !problem().has(id) || reinterpret_cast<std::uintptr_t>(args[id]) % kUnitBytes == 0;
+    });
+  }
+
+  std::unique_ptr<Executor> generic_;
+};
+
+Result<std::unique_ptr<Executor>> make_forward(const Problem& problem, const Device& device) {
+  const Result<std::size_t> bytes = measure_workspace(problem, prep_and_scan);
+  if (!bytes.ok()) return bytes.status();
+  for (int64_t slices = 1;; slices = std::min(2 * slices, problem.sizes.H)) {
+    Result<std::unique_ptr<Executor>> generic =
+        make_pipeline(problem, device, cuda::chunk_fwd, slices);
+    if (!generic.ok()) return generic.status();
+    const std::size_t most = std::max(*bytes, (*generic)->workspace_bytes());
+    if (most > *bytes && slices < problem.sizes.H) continue;
+    return std::unique_ptr<Executor>(
+        std::make_unique<ForwardExecutor>(problem, device, most, std::move(*generic)));
+  }
+}
+
 }  // namespace
 
 Result<std::unique_ptr<Executor>> make_chunk_fwd(const Problem& problem, const Device& device,
-                                                 const Options&) {
+                                                 const Options& options) {
   if (Status status = check_hopper(device, obstacle_of(problem)); !status.ok()) return status;
-  return make_pipeline(problem, device, chunk_fwd);
+  // An explicit choice refuses what it does not take.
+  if (!options.implementation.empty()) return make_pipeline(problem, device, prep_and_scan);
+  return make_forward(problem, device);
 }
 
 }  // namespace kda::cuda::sm90

@@ -5,9 +5,11 @@
 #include <cstddef>
 #include <string>
 
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include "cuda/params.h"
+#include "cuda/sm90/chunk_fwd/config.h"
 #include "kda/problem.h"
 #include "kda/status.h"
 
@@ -39,15 +41,17 @@ enum class Walk {
 };
 
 struct ScanParams {
+  CUtensorMap v_map, o_map, h_map;  ///< of v, o, h; launch_scan fills them and `shape`
+  ScanShape shape;
   const std::byte* records = nullptr;
+  const uint32_t* ready = nullptr;    ///< of each record, where prep may still be running
   Tensor v, o, h;                     ///< in the order of Walk's comments; h is optional
   Tensor initial_state, final_state;  ///< strides in the order (sequence, head, k, v); optional
   Sequences sequences;                ///< with C = 32
   const int64_t* h_rows = nullptr;    ///< packed: first row of h of each sequence
-  int64_t h_row_count = 0;
+  int64_t h_row_count = 0;            ///< rows of h
   Heads heads;
   int32_t chunk_size = 64;   ///< the caller's: a row of h each
-  int32_t groups = 1;        ///< consumer warpgroups
   int32_t side_by_side = 1;  ///< scans that run at the same time
   float scale = 1;           ///< of o; kReverse: of do, a power of two
   float mantissa = 1;        ///< kReverse: m, the rest of the scale
@@ -55,7 +59,9 @@ struct ScanParams {
 
 Status launch_prep(const PrepParams& params, bool fp64, cudaStream_t stream);
 
-/// Launches prep on the inputs of a forward or backward, into records of the workspace.
+/// Prep on the inputs of a forward or backward, into records of the workspace.
+PrepParams prep_params(Pipeline& run, bool split_beta);
+/// The same, launched.
 PrepParams prepare_records(Pipeline& run, bool split_beta);
 
 /// "" or which size these kernels do not take.
@@ -65,7 +71,7 @@ struct ScanLaunch {
   const char* name;
   ScanParams params;
   void (*kernel)(ScanParams);
-  bool beside_last = false;  ///< needs nothing of the launch before: may run beside it
+  bool beside_last = false;  ///< needs nothing of the launch before but what it waits for itself
 };
 Status launch_scan(const ScanLaunch& scan, bool fp64, cudaStream_t stream);
 

@@ -35,27 +35,47 @@ inline constexpr int kPrepThreads = 128;
 /// bf16: by registers, 80 a thread; by their 43 KB of shared memory five fit, but a scan that runs
 /// beside needs registers too. fp16 needs 87 KB: two blocks.
 inline constexpr int kPrepBlocksPerSm = 6;
+/// bf16: leaves 44 k registers and 140 KB of an SM to a block of `scan`.
+inline constexpr int kPrepBlocksBesideScan = 2;
 
-/// A consumer warpgroup of `scan` holds 64 columns of V. Three warpgroups leave 168 registers a
-/// thread at launch; the loading one hands most of its registers over.
+/// A consumer warpgroup of `scan` holds 64 columns of V; one more warp loads.
 inline constexpr int kGroupColumns = 64;
 inline constexpr int kMostGroups = 2;
-inline constexpr int kForwardStages = 4;
-constexpr int forward_threads(int groups) { return (groups + 1) * 128; }
-inline constexpr int kLoaderRegisters = 72;
-inline constexpr int kStateRegisters = 216;
-static_assert(128 * (kLoaderRegisters + kMostGroups * kStateRegisters) <= 65536);
+inline constexpr int kMostStages = 4;
+constexpr int scan_threads(int groups) { return groups * 128 + 32; }
+/// At most. A quarter of an SM holds 16384 registers: of three warps of a scan with two groups, or
+/// of two with one and one warp of each `prep`.
+inline constexpr int kScanRegisters = 168;
 
 /// Shared memory of a stage: a record, then 32 rows x 128 bytes of v for each warpgroup.
 template <int K>
 inline constexpr int kStageRecordBytes = (Record<K>::kBytes + 1023) / 1024 * 1024;
 inline constexpr int kTokenPanelBytes = kChunk * kGroupColumns * 2;
+
+/// How the blocks of `scan` are made.
+struct ScanShape {
+  int32_t groups = 1;  ///< consumer warpgroups
+  int32_t stages = kMostStages;
+};
+
 template <int K>
-constexpr int forward_shared_bytes(int groups, bool has_h) {
-  const int stage = kStageRecordBytes<K> + groups * kTokenPanelBytes;
-  const int staging = groups * (2 * kTokenPanelBytes + (has_h ? K * kGroupColumns * 2 : 0));
-  return kForwardStages * (stage + 16) + staging + 1024;
+constexpr int scan_shared_bytes(ScanShape shape, bool has_h) {
+  const int stage = kStageRecordBytes<K> + shape.groups * kTokenPanelBytes;
+  const int staging = shape.groups * (2 * kTokenPanelBytes + (has_h ? K * kGroupColumns * 2 : 0));
+  return shape.stages * stage + staging;
 }
-static_assert(forward_shared_bytes<128>(kMostGroups, true) <= 227 * 1024);
+/// Blocks of 64 columns while each of them finds an SM; heads: those of all sequences. They then
+/// leave so much of the GPU idle that `prep` may run beside them.
+constexpr bool scan_fits_beside(int64_t heads, int64_t V, int32_t sms) {
+  return heads * (V / kGroupColumns) <= sms;
+}
+constexpr ScanShape scan_shape(int64_t heads, int64_t V, int32_t sms, bool beside, bool has_h) {
+  ScanShape shape;
+  const bool is_wide = V % (kMostGroups * kGroupColumns) == 0;
+  if (is_wide && !scan_fits_beside(heads, V, sms)) shape.groups = kMostGroups;
+  if (beside) shape.stages = has_h ? 2 : 3;
+  return shape;
+}
+static_assert(scan_shared_bytes<128>({kMostGroups, kMostStages}, true) <= 226 * 1024);
 
 }  // namespace kda::cuda::sm90

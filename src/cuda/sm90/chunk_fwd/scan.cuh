@@ -4,14 +4,14 @@
 // Grid: one block a (sequence, value head, tile of columns), columns fastest, so that the blocks of
 // a head share its records in L2.
 //
-// Warps: `groups` consumer warpgroups of 64 columns each, then one whose first warp loads. A
-// consumer keeps S^T [64 v x K k] in fp32 accumulators. Per chunk of 32 tokens, in the record's
-// letters (config.h), where ke = k 2^G, qe = q 2^G, kg = k 2^(G_end - G), T = (I + L)^-1
-// diag(beta), P = scores:
+// Warps: `groups` consumer warpgroups of 64 columns each, then one warp that loads. A consumer
+// keeps S^T [64 v x K k] in fp32 accumulators. Per chunk of 32 tokens, in the record's letters
+// (config.h), where ke = k 2^G, qe = q 2^G, kg = k 2^(G_end - G), T = (I + L)^-1 diag(beta),
+// P = scores:
 //   h^T = S^T packed to 16 bits                    the A operand of both reads, and the checkpoint
 //   Z^T = h^T ke^T, O^T = h^T qe^T                 wgmma m64n32, A from registers
 //   r^T = v^T - Z^T, v_new^T = r^T T^T             (4.16)
-//   O^T += v_new^T P^T, o = scale O                (4.17), stored under the next chunk's reads
+//   O^T += v_new^T P^T, o = scale O                (4.17), leaves under the next product
 //   S^T = 2^G_end . S^T + v_new^T kg               (4.15)
 // The re-scan of the backward leaves v_new in place of o: v_new^T = (beta r)^T (I + L)^-T, and
 // neither O nor P takes part.
@@ -24,21 +24,21 @@
 //   staging of h 2 x 16384 (where h is wanted)      32768
 //   barriers                                           64
 //
-// Barriers, each per stage: `full`: the loading lane's arrival with the record's bytes, and one of
-// each loading lane once its part of v is there; consumers wait. `empty`: one arrival a consumer
-// warp; the loading warp waits. Named barriers 1 + g: within consumer warpgroup g (staging).
+// Barriers, each per stage: `full`: the loading lane's arrival with the bytes of the record and of
+// v; consumers wait. `empty`: one arrival a consumer thread; the loading lane waits. Named barriers
+// 1 + g: within consumer warpgroup g (staging).
+//
+// Beside prep (ScanParams.ready) the loading warp also waits for the flags of the records.
 #pragma once
 
 #include <cuda/ptx>
 
 #include "cuda/ptx/barrier.cuh"
-#include "cuda/ptx/bulk_copy.cuh"
 #include "cuda/ptx/ldmatrix.cuh"
-#include "cuda/ptx/setmaxnreg.cuh"
 #include "cuda/ptx/stmatrix.cuh"
 #include "cuda/ptx/wgmma.cuh"
-#include "cuda/sm90/chunk_fwd/chunk_fwd.h"
 #include "cuda/sm90/chunk_fwd/config.h"
+#include "cuda/sm90/chunk_fwd/scan_load.cuh"
 #include "cuda/tile/convert.cuh"
 #include "cuda/tile/fragment.cuh"
 #include "cuda/tile/ring.cuh"
@@ -46,102 +46,7 @@
 
 namespace kda::cuda::sm90 {
 
-namespace ptx = ::cuda::ptx;
-
 inline constexpr int32_t kFloat32 = 3;  ///< value of kda::DType
-
-/// Where things lie in shared memory.
-template <int K>
-struct ForwardMemory {
-  unsigned char* base;
-  int groups;
-
-  __device__ __forceinline__ int stage_bytes() const {
-    return kStageRecordBytes<K> + groups * kTokenPanelBytes;
-  }
-  __device__ __forceinline__ unsigned char* record(int stage) const {
-    return base + stage * stage_bytes();
-  }
-  __device__ __forceinline__ unsigned char* v(int stage, int group) const {
-    return record(stage) + kStageRecordBytes<K> + group * kTokenPanelBytes;
-  }
-  /// Two buffers, so that one barrier a chunk orders writing and reading.
-  __device__ __forceinline__ unsigned char* o(int group) const {
-    return base + kForwardStages * stage_bytes() + group * 2 * kTokenPanelBytes;
-  }
-  __device__ __forceinline__ unsigned char* h(int group) const {
-    return o(groups) + group * (K * kGroupColumns * 2);
-  }
-};
-
-/// What a block works on.
-struct ForwardWork {
-  int64_t sequence;
-  int64_t hv;
-  int64_t v0;
-  TokenRange range;
-};
-
-__device__ __forceinline__ ForwardWork forward_work(const ScanParams& p) {
-  const int64_t columns = int64_t{p.groups} * kGroupColumns;
-  const int64_t tiles = p.heads.V / columns;
-  const int64_t head = blockIdx.x / tiles;
-  ForwardWork work;
-  work.v0 = blockIdx.x % tiles * columns;
-  work.hv = head % p.heads.HV;
-  work.sequence = head / p.heads.HV;
-  work.range = chunks_of(p.sequences, work.sequence);
-  return work;
-}
-
-__device__ __forceinline__ int rows_of(const ForwardWork& work, int64_t chunk) {
-  const int64_t rest = work.range.end - work.range.begin - chunk * kChunk;
-  return static_cast<int>(rest < kChunk ? rest : kChunk);
-}
-
-struct ForwardBarriers {
-  uint64_t full[kForwardStages];
-  uint64_t empty[kForwardStages];
-};
-
-/// The loading warp.
-template <class Io, int K, Walk kWalk>
-__device__ void load_chunks(const ScanParams& p, const ForwardWork& work,
-                            const ForwardMemory<K>& memory, ForwardBarriers& barriers) {
-  constexpr int kUnits = kGroupColumns / kUnitElements;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int unit = lane % kUnits;
-  const Io* const v = static_cast<const Io*>(p.v.data) +
-                      token_offset(p.v, work.range.batch, work.range.begin, work.hv) + work.v0;
-  RingPosition<kForwardStages> at;
-  for (int64_t i = 0; i < work.range.chunks; ++i, at.advance()) {
-    const int64_t c = kWalk == Walk::kReverse ? work.range.chunks - 1 - i : i;
-    wait_for(&barriers.empty[at.stage], at.parity ^ 1);
-    uint64_t* const full = &barriers.full[at.stage];
-    if (lane == 0) {
-      constexpr uint32_t kBytes = kWalk == Walk::kForward ? Record<K>::kBeta : Record<K>::kBytes;
-      ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, full,
-                                     kBytes);
-      ptx::cp_async_bulk(
-          ptx::space_cluster, ptx::space_global, memory.record(at.stage),
-          p.records + ((work.range.first_chunk + c) * p.heads.HV + work.hv) * Record<K>::kBytes,
-          kBytes, full);
-    }
-    const int rows = rows_of(work, c);
-    for (int group = 0; group < p.groups; ++group) {
-      const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(memory.v(at.stage, group)));
-#pragma unroll
-      for (int row = lane / kUnits; row < kChunk; row += 32 / kUnits) {
-        // Rows behind the last may be another sequence's, or no memory at all.
-        const bool valid = row < rows;
-        const Io* const from = v + (valid ? c * kChunk + row : 0) * p.v.stride[1] +
-                               group * kGroupColumns + unit * kUnitElements;
-        copy_async_16_or_zero(to + unit_offset(row, unit), from, valid);
-      }
-    }
-    arrive_after_copies(full);
-  }
-}
 
 /// Keeps what is computed with x on this side of the asm statements before.
 template <int N>
@@ -181,6 +86,12 @@ struct ForwardConsumer {
         lines(warp % 4, lane) {}
 
   __device__ __forceinline__ void sync() const { barrier_sync(1 + group, 128); }
+
+  /// This thread is done with a stage. Every thread arrives, not one a warp: it costs no time, and
+  /// racecheck follows it.
+  __device__ __forceinline__ void release(const StagePosition& position) const {
+    ptx::mbarrier_arrive(&barriers.empty[position.stage]);
+  }
 
   /// f(register, offset in the tensor) for every element of S^T that this thread holds.
   template <class F>
@@ -224,55 +135,80 @@ struct ForwardConsumer {
     });
   }
 
-  /// A panel [rows][64] of this warpgroup's columns from shared memory to rows of a tensor.
-  __device__ __forceinline__ void copy_rows(const unsigned char* panel, Io* to, int64_t stride,
-                                            int rows) const {
-    for (int e = thread; e < rows * 8; e += 128) {
-      *reinterpret_cast<uint4*>(to + e / 8 * stride + e % 8 * kUnitElements) =
-          *reinterpret_cast<const uint4*>(panel + unit_offset(e / 8, e % 8));
-    }
+  /// Part of the fragments of a panel that this thread writes or reads, transposing.
+  __device__ __forceinline__ uint32_t panel_line(const unsigned char* panel, int step) const {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(panel)) + lines.offset(step);
   }
 
-  __device__ __forceinline__ void store_h(const uint32_t (&h)[kState / 2], int64_t chunk) const {
-    const int per_row = p.chunk_size / kChunk;
-    if (p.h.data == nullptr || chunk % per_row != 0) return;
-    const int64_t first = p.h_rows
-                              ? p.h_rows[work.sequence]
-                              : work.sequence * ((p.sequences.T + p.chunk_size - 1) / p.chunk_size);
-    const int64_t row = first + chunk / per_row;
-    if (row >= p.h_row_count) return;  // wrong cu_seqlens
+  /// h^T packed, through the staging to the checkpoint. What left the staging before was waited
+  /// for in store_o since.
+  __device__ __forceinline__ void store_h(const uint32_t (&h)[kState / 2], int32_t chunk) const {
+    const int shift = p.chunk_size == 2 * kChunk ? 1 : 0;
+    if (p.h.data == nullptr || (chunk & shift) != 0) return;
     unsigned char* const staging = memory.h(group);
-    const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(staging));
 #pragma unroll
     for (int step = 0; step < K / 16; ++step) {
-      stmatrix_transposed(to + lines.offset(step), h + 4 * step);
+      stmatrix_transposed(panel_line(staging, step), h + 4 * step);
     }
+    publish_to_async_proxy();
     sync();
-    copy_rows(staging,
-              static_cast<Io*>(p.h.data) + row * p.h.stride[0] + work.hv * p.h.stride[1] + work.v0 +
-                  group * kGroupColumns,
-              p.h.stride[2], K);
-    sync();
+    if (thread != 0) return;
+    const int32_t to[4] = {column(), 0, static_cast<int32_t>(work.hv),
+                           work.first_h + (chunk >> shift)};
+    ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &p.h_map, to, staging);
+    ptx::cp_async_bulk_commit_group();
   }
 
-  /// Rows of o of the chunk before, from registers through `staging` to memory.
-  __device__ __forceinline__ void store_o(const uint32_t (&o)[8], int64_t chunk, Io*& to) const {
-    if (chunk < 0) return;
+  /// First of this warpgroup's columns of V.
+  __device__ __forceinline__ int32_t column() const {
+    return static_cast<int32_t>(work.v0) + group * kGroupColumns;
+  }
+
+  /// Rows of o of a chunk, from registers through the staging to memory. Two buffers: the barrier
+  /// that orders writing before reading also tells that the copies from the other one are over.
+  __device__ __forceinline__ void store_o(const uint32_t (&o)[8], int32_t chunk) const {
     unsigned char* const staging = memory.o(group) + chunk % 2 * kTokenPanelBytes;
-    const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(staging));
-    stmatrix_transposed(address + lines.offset(0), o);
-    stmatrix_transposed(address + lines.offset(1), o + 4);
+    stmatrix_transposed(panel_line(staging, 0), o);
+    stmatrix_transposed(panel_line(staging, 1), o + 4);
+    publish_to_async_proxy();
+    if (thread == 0) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>{});
     sync();
-    const int rows = chunk + 1 < work.range.chunks ? kChunk : rows_of(work, chunk);
-    constexpr int kRowsAtOnce = 128 / 8;
+    const int rows = rows_of(work, chunk);
+    const int64_t token = work.range.begin + int64_t{chunk} * kChunk;
+    if (rows < kChunk) {  // the rows behind may be another sequence's
+      constexpr int kRowsAtOnce = 128 / 8;
+      Io* const to = static_cast<Io*>(p.o.data) +
+                     token_offset(p.o, work.range.batch, token, work.hv) + column() +
+                     thread % 8 * kUnitElements;
 #pragma unroll
-    for (int i = 0; i < kChunk / kRowsAtOnce; ++i) {
-      const int row = thread / 8 + i * kRowsAtOnce;
-      if (row < rows) {
-        *reinterpret_cast<uint4*>(to) =
-            *reinterpret_cast<const uint4*>(staging + unit_offset(row, thread % 8));
+      for (int row = thread / 8; row < kChunk; row += kRowsAtOnce) {
+        if (row < rows) {
+          *reinterpret_cast<uint4*>(to + row * p.o.stride[1]) =
+              *reinterpret_cast<const uint4*>(staging + unit_offset(row, thread % 8));
+        }
       }
-      to += kRowsAtOnce * p.o.stride[1];
+    } else if (thread == 0) {
+      const int32_t to[4] = {column(), static_cast<int32_t>(work.hv), static_cast<int32_t>(token),
+                             static_cast<int32_t>(work.range.batch)};
+      ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &p.o_map, to, staging);
+      ptx::cp_async_bulk_commit_group();
+    }
+  }
+
+  /// Once a chunk's stage is full: its tile of v or do, transposed; zeros beyond the sequence,
+  /// where the tile may hold rows of another.
+  __device__ __forceinline__ void load_tokens(uint32_t (&x)[8], const StagePosition& position,
+                                              int32_t chunk) const {
+    wait_for(&barriers.full[position.stage], position.parity);
+    const unsigned char* const tile = memory.v(position.stage, group);
+    ldmatrix_transposed(x, panel_line(tile, 0));
+    ldmatrix_transposed(x + 4, panel_line(tile, 1));
+    const int rows = rows_of(work, chunk);
+    if (rows == kChunk) return;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int token = i / 2 * 8 + at.column;
+      x[i] = token < rows ? (token + 1 < rows ? x[i] : x[i] & 0xffffu) : 0;
     }
   }
 
@@ -295,10 +231,40 @@ struct ForwardConsumer {
     pin(state);  // here, under the product in flight, and not where the compiler would sink it to
   }
 
-  /// o: that of chunk c - 1, which leaves under the first products, then that of chunk c.
-  __device__ __forceinline__ void chunk(float (&state)[kState], uint32_t (&o)[8], Io*& to,
-                                        int64_t c,
-                                        const RingPosition<kForwardStages>& position) const {
+  /// The products before the last `Groups` are over at this point in any case. Without this
+  /// statement the compiler waits for all before it lets the state, their result, be used.
+  template <int Groups>
+  static __device__ __forceinline__ void older_products_are_over() {
+    wgmma_wait<Groups>();
+  }
+
+  /// Z = h^T tile^T with h^T the state, packed; the second half of it under the first half's
+  /// products. The last group of products is left open.
+  template <class Tile>
+  __device__ __forceinline__ void multiply_packed(float (&Z)[16], uint32_t (&h)[kState / 2],
+                                                  const float (&state)[kState],
+                                                  const Tile& tile) const {
+#pragma unroll
+    for (int step = 0; step < K / 16; ++step) {
+      if (step % 4 == 0) {
+        if (step > 0) {
+          wgmma_commit();
+          older_products_are_over<1>();
+        }
+#pragma unroll
+        for (int i = 4 * step; i < 4 * step + 16; ++i) {
+          h[i] = pack<Io>(state[2 * i], state[2 * i + 1]);
+        }
+        wgmma_fence();
+      }
+      wgmma_rs<Io, Major::kSummed>(Z, h + 4 * step, tile.columns(step), step > 0);
+    }
+  }
+
+  /// v: of chunk c, and afterwards of the one that follows.
+  __device__ __forceinline__ void chunk(float (&state)[kState], uint32_t (&v)[8], int32_t c,
+                                        const StagePosition& position,
+                                        const StagePosition& next) const {
     const unsigned char* const record = memory.record(position.stage);
     const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(record));
     const PanelTile<2 * kChunk> ke{address + Record<K>::kRead};
@@ -309,16 +275,9 @@ struct ForwardConsumer {
     [[maybe_unused]] const SquareTile P{address + Record<K>::kScores};
 
     uint32_t h[kState / 2];
-#pragma unroll
-    for (int i = 0; i < kState / 2; ++i) h[i] = pack<Io>(state[2 * i], state[2 * i + 1]);
-    wait_for(&barriers.full[position.stage], position.parity);
     float Z[16];
     [[maybe_unused]] float O[16];
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < K / 16; ++step) {
-      wgmma_rs<Io, Major::kSummed>(Z, h + 4 * step, ke.columns(step), step > 0);
-    }
+    multiply_packed(Z, h, state, ke);
     wgmma_commit();
     if constexpr (kHasO) {
 #pragma unroll
@@ -327,29 +286,24 @@ struct ForwardConsumer {
       }
       wgmma_commit();
     }
-
-    store_o(o, c - 1, to);
-    uint32_t r[8];
-    const auto v = static_cast<uint32_t>(__cvta_generic_to_shared(memory.v(position.stage, group)));
-    ldmatrix_transposed(r, v + lines.offset(0));
-    ldmatrix_transposed(r + 4, v + lines.offset(1));
+    older_products_are_over<kHasO ? 2 : 1>();
+    decay(state, record);
     wgmma_wait<kHasO ? 1 : 0>();
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const float2 value = unpack<Io>(r[i]);
+      const float2 value = unpack<Io>(v[i]);
       float2 rest{value.x - Z[2 * i], value.y - Z[2 * i + 1]};
       if constexpr (!kHasO) {
         const float2 beta = beta_of(record, i);
         rest = {beta.x * rest.x, beta.y * rest.y};
       }
-      r[i] = pack<Io>(rest.x, rest.y);
+      v[i] = pack<Io>(rest.x, rest.y);  // r
     }
     float V[16];
     wgmma_fence();
-    wgmma_rs<Io, Major::kSummed>(V, r, T.columns(0), false);
-    wgmma_rs<Io, Major::kSummed>(V, r + 4, T.columns(1), true);
+    wgmma_rs<Io, Major::kSummed>(V, v, T.columns(0), false);
+    wgmma_rs<Io, Major::kSummed>(V, v + 4, T.columns(1), true);
     wgmma_commit();
-    decay(state, record);
     wgmma_wait<0>();
     store_h(h, c);
     uint32_t v_new[8];
@@ -364,61 +318,68 @@ struct ForwardConsumer {
     wgmma_rs<Io, Major::kOuter>(state, v_new, kg.rows(0), true);
     wgmma_rs<Io, Major::kOuter>(state, v_new + 4, kg.rows(1), true);
     wgmma_commit();
-    if constexpr (kHasO) wgmma_wait<1>();
+    if constexpr (kHasO) {
+      wgmma_wait<1>();
+      uint32_t o[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      o[i] = kHasO ? pack<Io>(p.scale * O[2 * i], p.scale * O[2 * i + 1]) : v_new[i];
+      for (int i = 0; i < 8; ++i) o[i] = pack<Io>(p.scale * O[2 * i], p.scale * O[2 * i + 1]);
+      store_o(o, c);
+    } else {
+      store_o(v_new, c);
     }
     wgmma_wait<0>();
-    __syncwarp();
-    if (thread % 32 == 0) ptx::mbarrier_arrive(&barriers.empty[position.stage]);
+    release(position);
+    if (c + 1 < work.chunks) load_tokens(v, next, c + 1);
   }
 
   __device__ void run() const {
     float state[kState];
     load_state(state);
-    RingPosition<kForwardStages> position;
-    uint32_t o[8];
-    Io* to = static_cast<Io*>(p.o.data) +
-             token_offset(p.o, work.range.batch, work.range.begin + thread / 8, work.hv) + work.v0 +
-             group * kGroupColumns + thread % 8 * kUnitElements;
-    for (int64_t c = 0; c < work.range.chunks; ++c, position.advance()) {
-      chunk(state, o, to, c, position);
+    StagePosition position;
+    uint32_t v[8];
+    if (work.chunks > 0) load_tokens(v, position, 0);
+    for (int32_t c = 0; c < work.chunks; ++c) {
+      StagePosition next = position;
+      next.advance(memory.stages);
+      chunk(state, v, c, position, next);
+      position = next;
     }
-    store_o(o, work.range.chunks - 1, to);
     store_state(state);
+    finish_stores();
+  }
+
+  /// The staging may go once the copies have read it.
+  __device__ __forceinline__ void finish_stores() const {
+    if (thread == 0) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>{});
   }
 };
 
 /// Consumer: ForwardConsumer or what walks like it.
 template <class Consumer>
-__global__ void __launch_bounds__(forward_threads(kMostGroups), 1)
-    sm90_chunk_scan(const __grid_constant__ ScanParams p) {
+__global__ void __maxnreg__(kScanRegisters) sm90_chunk_scan(const __grid_constant__ ScanParams p) {
   extern __shared__ __align__(1024) unsigned char dynamic[];
   __shared__ ForwardBarriers barriers;
   // The reverse scan needs the records alone, which are complete: it starts as soon as the blocks
   // of the re-scan are all running, and ends after them.
   if constexpr (Consumer::kWalk == Walk::kRescan) cudaTriggerProgrammaticLaunchCompletion();
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
-  const ForwardMemory<Consumer::K> memory{dynamic, p.groups};
+  const ForwardMemory<Consumer::K> memory{dynamic, p.shape.groups, p.shape.stages};
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kForwardStages; ++i) {
-      ptx::mbarrier_init(&barriers.full[i], 33);
-      ptx::mbarrier_init(&barriers.empty[i], static_cast<uint32_t>(4 * p.groups));
+    for (int i = 0; i < p.shape.stages; ++i) {
+      ptx::mbarrier_init(&barriers.full[i], 1);
+      ptx::mbarrier_init(&barriers.empty[i], static_cast<uint32_t>(128 * p.shape.groups));
     }
     ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
   }
   __syncthreads();
   const ForwardWork work = forward_work(p);
-  if (warp >= 4 * p.groups) {
-    release_registers<kLoaderRegisters>();
-    if (warp == 4 * p.groups)
-      load_chunks<typename Consumer::Io, Consumer::K, Consumer::kWalk>(p, work, memory, barriers);
-  } else {
-    claim_registers<kStateRegisters>();
+  if (warp < 4 * p.shape.groups) {
     Consumer(p, work, memory, barriers, warp, static_cast<int>(threadIdx.x) % 32).run();
+  } else {
+    load_chunks<typename Consumer::Io, Consumer::K, Consumer::kWalk>(p, work, memory, barriers);
   }
-  if constexpr (Consumer::kWalk == Walk::kReverse) cudaGridDependencySynchronize();
+  // What ran beside this kernel has to be over when this kernel is.
+  if constexpr (Consumer::kWalk != Walk::kRescan) cudaGridDependencySynchronize();
 }
 
 }  // namespace kda::cuda::sm90
