@@ -6,7 +6,7 @@ usage: python bench/python/call_speed.py [--shapes S1,S3] [--gates softplus,lowe
 
 Both contenders run in one process, alternating; the L2 cache is flushed before each run; of N runs
 by CUDA events the median and the 20th and 80th percentile are reported, after the results of both
-were compared. bf16; l2norm, gate and sigmoid of beta inside; final state asked for. With --cpu only
+were compared; of native_kda also those of a CUDA graph of forward and backward. bf16; l2norm, gate and sigmoid of beta inside; final state asked for. With --cpu only
 the host time of calls on tensors of a few elements is measured, most of which is Python; --no-host
 leaves that out. fla's kernels are tuned before they are timed: a first run takes minutes, and
 TRITON_CACHE_AUTOTUNING=1 keeps what it found for the next.
@@ -89,6 +89,19 @@ def percentiles(values):
     return {"p20": cuts[1], "median": statistics.median(values), "p80": cuts[7]}
 
 
+def captured(function):
+    """The function as a CUDA graph, which leaves out what it costs the host."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        keep = function()
+    return lambda: (graph.replay(), keep)
+
+
 def peak_bytes(function):
     """What a call allocates at most, beyond what was there; results that it returns count."""
     torch.cuda.synchronize()
@@ -113,13 +126,27 @@ def functions(fla):
     return found
 
 
+class Nothing(torch.autograd.Function):
+    """What torch's automatic differentiation costs by itself."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, *others):
+        ctx.save_for_backward(q, k, v, *others)
+        return v.view_as(v)
+
+    @staticmethod
+    def backward(ctx, do):
+        return ctx.saved_tensors
+
+
 def overhead(fla, device):
     """A call with as little work as there is: what it costs the host."""
     sizes = (1, 64, 4, 4, 128, 128) if device == "cuda" else (1, 1, 1, 1, 4, 4)
     x = inputs(*sizes, device=device)
     xg = inputs(*sizes, grad=True, device=device)
     rows = {}
-    for name, function in functions(fla).items():
+    nothing = {"torch.autograd.Function": lambda **x: (Nothing.apply(*list(x.values())[:7]), None)}
+    for name, function in {**functions(fla), **nothing}.items():
         def step():
             o, _ = function(**xg, **FLAGS, output_final_state=True)
             torch.autograd.grad(o, list(xg.values()), torch.ones_like(o))
@@ -174,6 +201,9 @@ def compare(shape, gate, fla, repeat):
         }
         with torch.no_grad():
             row[name]["forward_peak_bytes"] = peak_bytes(lambda: function(**x, **options))
+    graph = captured(lambda: step(native_kda.chunk_kda))
+    replays = times({"native_kda": graph}, max(repeat // 2, 3))["native_kda"]
+    row["native_kda"]["graph_forward_and_backward_ms"] = percentiles(replays)
     return row
 
 
