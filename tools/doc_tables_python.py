@@ -18,8 +18,15 @@ def origin(report: dict) -> str:
 
 def configurations(report: dict) -> str:
     """How fla's kernels were configured, where that was not left to its autotuner."""
-    if report.get("fla's configurations", "autotuned") == "autotuned":
-        return ""
+    pinned = report.get("fla's pinned kernels", [])
+    if pinned and len(pinned) < 4:
+        names = ", ".join(f"`{name}`" for name in pinned)
+        return (
+            f"fla's kernels were autotuned, but for {names}, which both use, with one configuration "
+            "pinned by `bench/python/pin_fla.py`.\n"
+        )
+    if not pinned and report.get("fla's configurations", "autotuned") == "autotuned":
+        return "\nfla's kernels were autotuned.\n" if report.get("fla") else ""
     return (
         "fla's kernels were not autotuned: each had one configuration, pinned by "
         "`bench/python/pin_fla.py`.\n"
