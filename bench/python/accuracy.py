@@ -164,6 +164,14 @@ def worst(rows):
     return merged
 
 
+def write(report, path):
+    """After each row, so that a run cut short leaves those that it had."""
+    if path:
+        with open(path, "w") as file:
+            json.dump(report, file, indent=1)
+            file.write("\n")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("cases", nargs="*", type=pathlib.Path, default=[DATA / n for n in REAL])
@@ -199,14 +207,11 @@ def main():
     for name, cases in sources:
         ratios = worst([compare(*case, contenders, given.device) for case in cases])
         report["rows"].append({"case": name, "ratios": ratios})
+        report["implementations"] = {
+            n: count for n, count in native_kda.hits().items() if not n.startswith("reference")}
+        write(report, given.json)
         print(name, {n: tuple(r and round(r, 5) for r in x.values()) for n, x in ratios.items()},
               flush=True)
-    report["implementations"] = {
-        n: count for n, count in native_kda.hits().items() if not n.startswith("reference")}
-    if given.json:
-        with open(given.json, "w") as file:
-            json.dump(report, file, indent=1)
-            file.write("\n")
 
 
 if __name__ == "__main__":
