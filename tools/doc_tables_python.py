@@ -73,6 +73,7 @@ def call_section(report: dict) -> str:
             ]
         )
     columns = ["", "B, T, H, HV, K, V", "gate", "forward, ms", "with backward, ms"]
+    columns += ["with backward, in a CUDA graph (`native_kda`)"]
     columns += ["memory of the forward, GB", "with backward, GB"]
     cells = "In each cell native_kda / fla.\n\n" if len(names) > 1 else ""
     calls = ", ".join(f"`{name}`" for name in sorted(report["implementations"]))
