@@ -102,6 +102,29 @@ TEST(Emulation, ErrorsOfTheForms) {
   }
 }
 
+// A segment's start comes from products with Phi, whose rounding its walk has made on another way.
+// Prints the figures that docs/kernels/chunk_fwd.md quotes.
+TEST(Emulation, ErrorsOfSegments) {
+  for (const Family family : kFamilies) {
+    for (const DType io : {DType::kBF16, DType::kF16}) {
+      CaseSpec spec = spec_of(family, io);
+      spec.sizes = {1, 1024, 1, 1, 64, 64, 0, 0};
+      const Case c = generate(spec);
+      const TensorMap expected = reference_of(c);
+      fmt::print("{:10} {}", name_of(family), io == DType::kBF16 ? "bf16" : "fp16");
+      for (const int64_t segment : {0, 32, 128, 256}) {
+        Emulation variant{Form::kR, 32, io, true};
+        variant.segment = segment;
+        const Difference o = error(c, variant, expected, kO);
+        const Difference state = error(c, variant, expected, kFinalState);
+        fmt::print("  {:3}: o {:.2e} final_state {:.2e}", segment, o.ratio, state.ratio);
+        EXPECT_TRUE(o.finite && state.finite);
+      }
+      fmt::print("\n");
+    }
+  }
+}
+
 TensorMap backward_reference_of(const Case& c) {
   Options options;
   options.implementation = "reference";
