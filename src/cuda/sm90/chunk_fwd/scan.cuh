@@ -37,8 +37,8 @@
 #include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/stmatrix.cuh"
 #include "cuda/ptx/wgmma.cuh"
-#include "cuda/sm90/chunk_fwd/chunk_fwd.h"
 #include "cuda/sm90/chunk_fwd/config.h"
+#include "cuda/sm90/chunk_fwd/scan_load.cuh"
 #include "cuda/tile/convert.cuh"
 #include "cuda/tile/fragment.cuh"
 #include "cuda/tile/ring.cuh"
@@ -46,139 +46,7 @@
 
 namespace kda::cuda::sm90 {
 
-namespace ptx = ::cuda::ptx;
-
 inline constexpr int32_t kFloat32 = 3;  ///< value of kda::DType
-
-/// Where things lie in shared memory.
-template <int K>
-struct ForwardMemory {
-  unsigned char* base;
-  int groups;
-  int stages;
-
-  __device__ __forceinline__ int stage_bytes() const {
-    return kStageRecordBytes<K> + groups * kTokenPanelBytes;
-  }
-  __device__ __forceinline__ unsigned char* record(int stage) const {
-    return base + stage * stage_bytes();
-  }
-  __device__ __forceinline__ unsigned char* v(int stage, int group) const {
-    return record(stage) + kStageRecordBytes<K> + group * kTokenPanelBytes;
-  }
-  /// Two buffers, so that one barrier a chunk orders writing and reading.
-  __device__ __forceinline__ unsigned char* o(int group) const {
-    return base + stages * stage_bytes() + group * 2 * kTokenPanelBytes;
-  }
-  __device__ __forceinline__ unsigned char* h(int group) const {
-    return o(groups) + group * (K * kGroupColumns * 2);
-  }
-};
-
-/// What a block works on.
-struct ForwardWork {
-  int64_t sequence;
-  int64_t hv;
-  int64_t v0;
-  TokenRange range;
-  int32_t chunks;
-  int32_t first_h;  ///< row of h of the first chunk
-};
-
-__device__ __forceinline__ ForwardWork forward_work(const ScanParams& p) {
-  const int64_t columns = int64_t{p.shape.groups} * kGroupColumns;
-  const int64_t tiles = p.heads.V / columns;
-  const int64_t head = blockIdx.x / tiles;
-  ForwardWork work;
-  work.v0 = blockIdx.x % tiles * columns;
-  work.hv = head % p.heads.HV;
-  work.sequence = head / p.heads.HV;
-  work.range = chunks_of(p.sequences, work.sequence);
-  work.chunks = static_cast<int32_t>(work.range.chunks);
-  const int64_t rows = (p.sequences.T + p.chunk_size - 1) / p.chunk_size;
-  work.first_h = static_cast<int32_t>(p.h_rows ? p.h_rows[work.sequence] : work.sequence * rows);
-  return work;
-}
-
-__device__ __forceinline__ int rows_of(const ForwardWork& work, int32_t chunk) {
-  const int64_t rest = work.range.end - work.range.begin - int64_t{chunk} * kChunk;
-  return static_cast<int>(rest < kChunk ? rest : kChunk);
-}
-
-struct ForwardBarriers {
-  uint64_t full[kMostStages];
-  uint64_t empty[kMostStages];
-};
-
-/// RingPosition where the number of stages is the launch's.
-struct StagePosition {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void advance(int stages) {
-    if (++stage == stages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
-/// Of records c, c + 1, .. c + 31 those from c on that prep has published, at least one; all lanes
-/// of a warp. They may be copied afterwards, which reads them through the async proxy.
-///
-/// Prep is ahead of scan in the stream, and scan starts once each block of prep has said so: they
-/// all run, need nothing of scan, and end. So this wait ends too, also where kernels run one by
-/// one.
-__device__ __forceinline__ int wait_for_records(const uint32_t* ready, int64_t stride, int rest) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  uint32_t missing = 0;
-  do {
-    uint32_t value = 0;
-    if (lane < rest) {
-      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
-                   : "=r"(value)
-                   : "l"(ready + lane * stride)
-                   : "memory");
-    }
-    missing = __ballot_sync(~0u, value == 0);
-  } while ((missing & 1) != 0);
-  __syncwarp();
-  ptx::fence_proxy_async(ptx::space_global);
-  return missing == 0 ? 32 : __ffs(static_cast<int>(missing)) - 1;
-}
-
-/// The loading warp.
-template <class Io, int K, Walk kWalk>
-__device__ void load_chunks(const ScanParams& p, const ForwardWork& work,
-                            const ForwardMemory<K>& memory, ForwardBarriers& barriers) {
-  constexpr int kBytes = kWalk == Walk::kForward ? Record<K>::kBeta : Record<K>::kBytes;
-  const auto bytes = static_cast<uint32_t>(kBytes + p.shape.groups * kTokenPanelBytes);
-  const bool leads = threadIdx.x % 32 == 0;
-  int ready = kWalk == Walk::kForward && p.ready != nullptr ? 0 : work.chunks;
-  StagePosition at;
-  for (int32_t i = 0; i < work.chunks; ++i, at.advance(memory.stages)) {
-    const int32_t c = kWalk == Walk::kReverse ? work.chunks - 1 - i : i;
-    const int64_t record = (work.range.first_chunk + c) * p.heads.HV + work.hv;
-    if (i == ready) {
-      ready += wait_for_records(p.ready + record, p.heads.HV, work.chunks - i);
-    }
-    if (!leads) continue;
-    wait_for(&barriers.empty[at.stage], at.parity ^ 1);
-    uint64_t* const full = &barriers.full[at.stage];
-    ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, full,
-                                   bytes);
-    ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, memory.record(at.stage),
-                       p.records + record * Record<K>::kBytes, static_cast<uint32_t>(kBytes), full);
-    for (int group = 0; group < p.shape.groups; ++group) {
-      const int32_t from[4] = {static_cast<int32_t>(work.v0) + group * kGroupColumns,
-                               static_cast<int32_t>(work.hv),
-                               static_cast<int32_t>(work.range.begin + int64_t{c} * kChunk),
-                               static_cast<int32_t>(work.range.batch)};
-      ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, memory.v(at.stage, group),
-                                &p.v_map, from, full);
-    }
-  }
-}
 
 /// Keeps what is computed with x on this side of the asm statements before.
 template <int N>
