@@ -66,9 +66,9 @@ __device__ __forceinline__ void find_grad_work(const GradLaunchParams& p, uint32
   work.after = item + gridDim.x;
 }
 
-template <int K, int GATE>
+template <class Io, int K, int GATE>
 struct GradBlock {
-  using Traits = GradTraits<K>;
+  using Traits = GradTraits<Io, K>;
 
   /// What the walk over V leaves: accumulators and the sums of CUDA cores.
   struct ValueSums {
@@ -79,7 +79,7 @@ struct GradBlock {
     float value_product[Traits::kValueRows] = {};
   };
 
-  GradShared<K>& shared;
+  GradShared<Io, K>& shared;
   const GradLaunchParams& p;
   const GradWork& work;
   int tid;
@@ -103,21 +103,21 @@ struct GradBlock {
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kGradColumns / 16; ++step) {
-      wgmma_ss<Bf16, Major::kSummed, Major::kSummed>(sums.S, h.columns(step), do_R.columns(step),
-                                                     add || step > 0);
+      wgmma_ss<Io, Major::kSummed, Major::kSummed>(sums.S, h.columns(step), do_R.columns(step),
+                                                   add || step > 0);
     }
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kGradColumns / 16; ++step) {
-      wgmma_ss<Bf16, Major::kSummed, Major::kSummed>(sums.dkx, dh.columns(step),
-                                                     v_new.columns(step), add || step > 0);
+      wgmma_ss<Io, Major::kSummed, Major::kSummed>(sums.dkx, dh.columns(step), v_new.columns(step),
+                                                   add || step > 0);
     }
     // Every warpgroup, though the first one's would do: a branch here would split the group.
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kGradColumns / 16; ++step) {
-      wgmma_ss<Bf16, Major::kSummed, Major::kSummed>(sums.scores, do_R.columns(step),
-                                                     v_new.columns(step), add || step > 0);
+      wgmma_ss<Io, Major::kSummed, Major::kSummed>(sums.scores, do_R.columns(step),
+                                                   v_new.columns(step), add || step > 0);
     }
     wgmma_commit();
   }
@@ -127,7 +127,7 @@ struct GradBlock {
   template <int LATER>
   __device__ __forceinline__ void take_values(ValueSums& sums, int v0) const {
     uint4 v[Traits::kValueRows];
-    load_v<K>(v, p, work, v0);
+    load_v<Io, K>(v, p, work, v0);
     wait_for_copies<LATER>();
     fence_tiles(v0);
     issue_value_products(sums, v0 > 0);
@@ -164,15 +164,15 @@ struct GradBlock {
     }
     // Every warpgroup has the scores; with two of them, each writes half of the rows.
     constexpr int kShare = 2 / (Traits::kWarps / 4);
-    put_scores_gradient<K, kShare>(shared, sums.scores, p.scale, p.mantissa, warp, lane);
+    put_scores_gradient<Io, K, kShare>(shared, sums.scores, p.scale, p.mantissa, warp, lane);
   }
 
   /// G and the norms from the raw rows.
   __device__ __forceinline__ void put_decays() const {
     constexpr int kTokens = Traits::kTokens;
-    const ColumnPair<K> at;
+    const ColumnPair<Io, K> at;
     float2 G[kTokens];
-    sum_decays<K, GATE>(shared, p, G, at.segment * kTokens, at.column, work.chunk.rows);
+    sum_decays<Io, K, GATE>(shared, p, G, at.segment * kTokens, at.column, work.chunk.rows);
     put_pair(&shared.totals[at.segment][at.column], G[kTokens - 1]);
     find_norms(shared, p);
     __syncthreads();
@@ -226,7 +226,7 @@ struct GradBlock {
     const bool far = put_intra_tiles(shared);
     ptx::fence_proxy_async(ptx::space_shared);
     const bool has_far = __syncthreads_or(far) != 0;
-    GradFinish<K> finish(shared, p, work, warp, lane);
+    GradFinish<Io, K> finish(shared, p, work, warp, lane);
     finish.scale_rows(sums.S);
     multiply_rows(sums.S);
     float x[24];
@@ -236,9 +236,9 @@ struct GradBlock {
     __syncthreads();
     if (next.chunk.rows > 0) load_value_tiles(shared, p, next, 0);
     commit_copies();
-    if (next.chunk.rows > 0) prefetch_v<K>(p, next);
+    if (next.chunk.rows > 0) prefetch_v<Io, K>(p, next);
     const GradScalars scalars = load_scalars(p, next);
-    GradFinish<K>(shared, p, work, warp, thread_index() % 32)
+    GradFinish<Io, K>(shared, p, work, warp, thread_index() % 32)
         .template store_all<GATE>(sums.S, sums.dkx, W);
     if (next.chunk.rows == 0) return;
     __syncthreads();
@@ -248,11 +248,11 @@ struct GradBlock {
   }
 };
 
-template <int K, int GATE>
-__global__ void __launch_bounds__(GradTraits<K>::kThreads, GradTraits<K>::kBlocksPerSm)
+template <class Io, int K, int GATE>
+__global__ void __launch_bounds__(GradTraits<Io, K>::kThreads, GradTraits<Io, K>::kBlocksPerSm)
     sm90_chunk_bwd_grad(const __grid_constant__ GradLaunchParams p) {
   extern __shared__ __align__(1024) unsigned char dynamic[];
-  auto& shared = *reinterpret_cast<GradShared<K>*>(dynamic);
+  auto& shared = *reinterpret_cast<GradShared<Io, K>*>(dynamic);
   if (threadIdx.x == 0) {
     ptx::mbarrier_init(&shared.states_full, 1);
     ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(GradTraits<K>::kThreads, GradTraits<K>::kBlock
     GradWork& next = shared.work[at ^ 1];
     const int tid = thread_index();
     const int warp = __shfl_sync(~0u, tid / 32, 0);
-    GradBlock<K, GATE>{shared, p, work, tid, warp, tid % 32}.run(next);
+    GradBlock<Io, K, GATE>{shared, p, work, tid, warp, tid % 32}.run(next);
     if (next.chunk.rows == 0) return;
   }
 }

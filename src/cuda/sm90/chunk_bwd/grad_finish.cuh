@@ -11,18 +11,18 @@ namespace kda::cuda::sm90 {
 /// A token's gradients in the order of GradShared::sums.
 enum GradSum : int { kKeySum, kQueryNorm, kKeyNorm };
 
-template <int K>
+template <class Io, int K>
 struct GradFinish {
-  using Traits = GradTraits<K>;
+  using Traits = GradTraits<Io, K>;
 
-  GradShared<K>& shared;
+  GradShared<Io, K>& shared;
   const GradParams& p;
   const GradWork& work;
   int warp;
   int lane;
   GradLane at;
 
-  __device__ GradFinish(GradShared<K>& memory, const GradParams& params, const GradWork& what,
+  __device__ GradFinish(GradShared<Io, K>& memory, const GradParams& params, const GradWork& what,
                         int warp_of, int lane_of)
       : shared(memory), p(params), work(what), warp(warp_of), lane(lane_of), at(warp_of, lane_of) {}
 
@@ -31,11 +31,11 @@ struct GradFinish {
   }
   __device__ __forceinline__ float q(int i, int c, int e) const {
     const int t = at.token(i, e);
-    return __bfloat162float(shared.q[t][at.channel(c)]) * shared.norm[0][t];
+    return to_real<float>(shared.q[t][at.channel(c)]) * shared.norm[0][t];
   }
   __device__ __forceinline__ float k(int i, int c, int e) const {
     const int t = at.token(i, e);
-    return __bfloat162float(shared.k[t][at.channel(c)]) * shared.norm[1][t];
+    return to_real<float>(shared.k[t][at.channel(c)]) * shared.norm[1][t];
   }
   /// S = [dqe | Y] -> [dq1 | 2^G Y] but the rows' factor: 2^G = 2^first 2^(G - first).
   __device__ __forceinline__ void scale_rows(float (&S)[32]) const {
@@ -60,12 +60,12 @@ struct GradFinish {
       ldmatrix_transposed(pairs, address);
     }
     __device__ __forceinline__ float operator()(int i, int c, int e) const {
-      const float2 pair = unpack<Bf16>(pairs[2 * c + i % 2]);
+      const float2 pair = unpack<Io>(pairs[2 * c + i % 2]);
       return e == 0 ? pair.x : pair.y;
     }
   };
   /// The lane's row and unit of a tile of q or k, of block 0.
-  __device__ __forceinline__ uint32_t tile_row(const Bf16 (&tile)[kChunk][Traits::kStride]) const {
+  __device__ __forceinline__ uint32_t tile_row(const Io (&tile)[kChunk][Traits::kStride]) const {
     return shared_address(&tile[lane % 16][16 * warp + lane / 16 * 8]);
   }
   /// The same in a panel.
@@ -102,7 +102,7 @@ struct GradFinish {
       const Fragment cross(columns + kBlockBytes);
       each([&](int r, int i, int c, int e) { W[r] = fmaf(-cross(i, c, e), x[8 + r], W[r]); });
     }
-    constexpr uint32_t kTileBytes = BLOCK * kBlock * Traits::kStride * sizeof(Bf16);
+    constexpr uint32_t kTileBytes = BLOCK * kBlock * Traits::kStride * sizeof(Io);
     const Fragment q(tile_row(shared.q) + kTileBytes);
     const Fragment k(tile_row(shared.k) + kTileBytes);
     each([&](int r, int i, int c, int e) {
@@ -275,14 +275,14 @@ struct GradFinish {
       uint32_t pairs[4];
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
-        pairs[m] = pack<Bf16>(x[8 * step + 2 * m], x[8 * step + 2 * m + 1]);
+        pairs[m] = pack<Io>(x[8 * step + 2 * m], x[8 * step + 2 * m + 1]);
       }
       stmatrix_transposed(panel + lines.offset(step), pairs);
     }
   }
 
   __device__ __forceinline__ void store_staged(GradRows which, const Tensor& t, int place) const {
-    Bf16* const to = work.at<Bf16>(which);
+    Io* const to = work.at<Io>(which);
     for (int e = warp * 32 + lane; e < work.chunk.rows * (K / 8); e += Traits::kThreads) {
       const int row = e / (K / 8);
       const int unit = e % (K / 8);
@@ -310,7 +310,7 @@ struct GradFinish {
     if (gates) sum_tokens(W, dkx);
     __syncthreads();
     if (p.undo_l2norm) undo_norms(S);
-    const bool staged = p.dq.dtype == kBFloat16;
+    const bool staged = p.dq.dtype == kTypeOf<Io>;
     if (staged) {
       __syncthreads();  // q and k, whose place it takes, have been read
       stage(0, S);
@@ -319,7 +319,7 @@ struct GradFinish {
       store_fp32(kRowsDq, p.dq, S);
       store_fp32(kRowsDk, p.dk, S + 16);
     }
-    if (gates) backward_gates<K, GATE>(shared, p, work.chunk.rows);
+    if (gates) backward_gates<Io, K, GATE>(shared, p, work.chunk.rows);
     __syncthreads();
     if (staged) {
       store_staged(kRowsDq, p.dq, 0);

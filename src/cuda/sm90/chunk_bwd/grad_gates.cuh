@@ -22,16 +22,16 @@ __device__ __forceinline__ void clear_partial(const GradParams& p, int64_t row, 
 
 /// A thread's tokens from `first` on of a column pair: the steps of dg in shared.G become dz.
 /// Leaves sums of dz in `dbias`, that of dA_log is the result. `gates`: rows of raw gates.
-template <int K, class T, class Gradient>
-__device__ __forceinline__ float backward_rows(GradShared<K>& shared, const T* gates, int first,
+template <class Io, int K, class T, class Gradient>
+__device__ __forceinline__ float backward_rows(GradShared<Io, K>& shared, const T* gates, int first,
                                                int rows, int column, float2 dg, float2& dbias,
                                                Gradient gradient) {
   const float2 bias = pair_at(shared.bias, column);
   float dA_log = 0;
   // Unrolled further, the code that all warps walk through would leave the instruction cache.
 #pragma unroll 4
-  for (int t = first; t < first + GradTraits<K>::kTokens; ++t) {
-    const float2 z = pair_at(gates + t * GradTraits<K>::kStride, column);
+  for (int t = first; t < first + GradTraits<Io, K>::kTokens; ++t) {
+    const float2 z = pair_at(gates + t * GradTraits<Io, K>::kStride, column);
     const float2 step = pair_at(shared.G[t], column);
     const GateGradient<float> x = gradient(z.x + bias.x, dg.x);
     const GateGradient<float> y = gradient(z.y + bias.y, dg.y);
@@ -46,14 +46,14 @@ __device__ __forceinline__ float backward_rows(GradShared<K>& shared, const T* g
 }
 
 /// dz over G, and the sums of segments and warps in shared memory.
-template <int K, int GATE>
-__device__ __forceinline__ void backward_gates(GradShared<K>& shared, const GradParams& p,
+template <class Io, int K, int GATE>
+__device__ __forceinline__ void backward_gates(GradShared<Io, K>& shared, const GradParams& p,
                                                int rows) {
-  const ColumnPair<K> at;
-  const int first = at.segment * GradTraits<K>::kTokens;
+  const ColumnPair<Io, K> at;
+  const int first = at.segment * GradTraits<Io, K>::kTokens;
   float2 dg = pair_at(shared.dg_first, at.column);
 #pragma unroll
-  for (int i = 0; i < kChunk / GradTraits<K>::kTokens; ++i) {
+  for (int i = 0; i < kChunk / GradTraits<Io, K>::kTokens; ++i) {
     const float2 before = pair_at(shared.dg_steps[i], at.column);
     if (i < at.segment) dg = {dg.x + before.x, dg.y + before.y};
   }
@@ -74,13 +74,13 @@ __device__ __forceinline__ void backward_gates(GradShared<K>& shared, const Grad
 }
 
 /// dz as backward_gates left it.
-template <int K>
-__device__ __forceinline__ void store_dg(const GradShared<K>& shared, const GradParams& p,
+template <class Io, int K>
+__device__ __forceinline__ void store_dg(const GradShared<Io, K>& shared, const GradParams& p,
                                          const GradWork& work) {
   const int rows = work.chunk.rows;
   with_element(p.dg.dtype, [&]<class T>(Element<T>) {
     T* const to = work.at<T>(kRowsDg);
-    for (int e = thread_index(); e < rows * (K / 8); e += GradTraits<K>::kThreads) {
+    for (int e = thread_index(); e < rows * (K / 8); e += GradTraits<Io, K>::kThreads) {
       const int row = e / (K / 8);
       const int column = e % (K / 8) * 8;
       const auto* const from = reinterpret_cast<const float4*>(&shared.G[row][column]);
@@ -98,8 +98,8 @@ __device__ __forceinline__ void store_dg(const GradShared<K>& shared, const Grad
 }
 
 /// The sums of all warps and segments, in fixed order.
-template <int K>
-__device__ __forceinline__ void store_partial(const GradShared<K>& shared, const GradParams& p,
+template <class Io, int K>
+__device__ __forceinline__ void store_partial(const GradShared<Io, K>& shared, const GradParams& p,
                                               const GradWork& work) {
   const int k = thread_index();
   if (p.partial == nullptr || k > K) return;

@@ -17,8 +17,8 @@ struct ChannelGate {
   bool far[2];
 };
 
-template <int K>
-__device__ __forceinline__ ChannelGate channel_gate(const GradShared<K>& shared, int k) {
+template <class Io, int K>
+__device__ __forceinline__ ChannelGate channel_gate(const GradShared<Io, K>& shared, int k) {
   ChannelGate gate;
   gate.first[0] = shared.G[0][k];
   gate.first[1] = shared.G[kBlock][k];
@@ -29,10 +29,10 @@ __device__ __forceinline__ ChannelGate channel_gate(const GradShared<K>& shared,
 }
 
 /// Operands of the intra products; a thread has a column pair and 8 tokens. Whether it is far.
-template <int K>
-__device__ __forceinline__ bool put_intra_tiles(GradShared<K>& shared) {
-  constexpr int kTokens = GradTraits<K>::kTokens;
-  const ColumnPair<K> at;
+template <class Io, int K>
+__device__ __forceinline__ bool put_intra_tiles(GradShared<Io, K>& shared) {
+  constexpr int kTokens = GradTraits<Io, K>::kTokens;
+  const ColumnPair<Io, K> at;
   const int column = at.column;
   const int segment = at.segment;
   static_assert(kTokens == kSwizzleRows);
@@ -71,8 +71,8 @@ __device__ __forceinline__ bool put_intra_tiles(GradShared<K>& shared) {
 
 /// dP (5.2) and dL (5.28) from the products [do; R~] v_new^T, arranged; the diagonal apart.
 /// HALVES: 2, or 1 where two warpgroups share the rows.
-template <int K, int HALVES>
-__device__ __forceinline__ void put_scores_gradient(GradShared<K>& shared, const float (&x)[16],
+template <class Io, int K, int HALVES>
+__device__ __forceinline__ void put_scores_gradient(GradShared<Io, K>& shared, const float (&x)[16],
                                                     float scale, float mantissa, int warp,
                                                     int lane) {
   const bool lower = HALVES == 1 && warp >= 4;
@@ -102,8 +102,8 @@ __device__ __forceinline__ void put_scores_gradient(GradShared<K>& shared, const
   }
 }
 
-template <int K>
-__device__ __forceinline__ float score_gradient(const GradShared<K>& shared, int row, int i,
+template <class Io, int K>
+__device__ __forceinline__ float score_gradient(const GradShared<Io, K>& shared, int row, int i,
                                                 int j) {
   const int column = j + (i < kBlock ? 0 : kBlock);
   return __bfloat162float(*reinterpret_cast<const Bf16*>(
@@ -111,13 +111,13 @@ __device__ __forceinline__ float score_gradient(const GradShared<K>& shared, int
 }
 
 /// What token t of channel k takes from its far diagonal block: added to (dq2, z, dkc).
-template <int K>
-__device__ __forceinline__ float3 far_sums(const GradShared<K>& shared, int t, int k) {
+template <class Io, int K>
+__device__ __forceinline__ float3 far_sums(const GradShared<Io, K>& shared, int t, int k) {
   float3 sum{0, 0, 0};
   const int first = t / kBlock * kBlock;
 #pragma unroll 1
   for (int j = first; j < t; ++j) {
-    const float y = __bfloat162float(shared.k[j][k]) * shared.norm[1][j] *
+    const float y = to_real<float>(shared.k[j][k]) * shared.norm[1][j] *
                     exp2_of(shared.G[t][k] - shared.G[j][k]);
     sum.x = fmaf(score_gradient(shared, t, t, j), y, sum.x);
     sum.y = fmaf(score_gradient(shared, kChunk + t, t, j), y, sum.y);
@@ -125,8 +125,8 @@ __device__ __forceinline__ float3 far_sums(const GradShared<K>& shared, int t, i
 #pragma unroll 1
   for (int i = t + 1; i < first + kBlock; ++i) {
     const float decay = exp2_of(shared.G[i][k] - shared.G[t][k]);
-    const float q = __bfloat162float(shared.q[i][k]) * shared.norm[0][i];
-    const float kb = __bfloat162float(shared.k[i][k]) * shared.norm[1][i] * shared.beta[i];
+    const float q = to_real<float>(shared.q[i][k]) * shared.norm[0][i];
+    const float kb = to_real<float>(shared.k[i][k]) * shared.norm[1][i] * shared.beta[i];
     sum.z = fmaf(decay, score_gradient(shared, i, i, t) * q, sum.z);
     sum.z = fmaf(decay, score_gradient(shared, kChunk + i, i, t) * kb, sum.z);
   }

@@ -13,14 +13,13 @@
 
 namespace kda::cuda::sm90 {
 
-using Bf16 = __nv_bfloat16;
 namespace ptx = ::cuda::ptx;
 
 /// Raw rows of q, k and g; zeros beyond the last.
-template <int K>
-__device__ __forceinline__ void load_key_rows(GradShared<K>& shared, const GradParams& p,
+template <class Io, int K>
+__device__ __forceinline__ void load_key_rows(GradShared<Io, K>& shared, const GradParams& p,
                                               const GradWork& work) {
-  using Traits = GradTraits<K>;
+  using Traits = GradTraits<Io, K>;
   const auto load = [&]<class T>(T* to, GradRows which, int64_t stride) {
     constexpr int kUnit = 16 / sizeof(T);  // elements
     constexpr int kRowsAtOnce = Traits::kThreads / (K / kUnit);
@@ -50,10 +49,11 @@ __device__ __forceinline__ void load_key_rows(GradShared<K>& shared, const GradP
 }
 
 /// Columns v0 .. v0 + 63 of everything that has V, but v: h and dh by TMA, the rest by all threads.
-template <int K>
-__device__ __forceinline__ void load_value_tiles(GradShared<K>& shared, const GradLaunchParams& p,
-                                                 const GradWork& work, int v0) {
-  constexpr int kRows = GradTraits<K>::kValueRows;
+template <class Io, int K>
+__device__ __forceinline__ void load_value_tiles(GradShared<Io, K>& shared,
+                                                 const GradLaunchParams& p, const GradWork& work,
+                                                 int v0) {
+  constexpr int kRows = GradTraits<Io, K>::kValueRows;
   const int tid = thread_index();
   if (tid == 0) {
     const int32_t at[4] = {v0, 0, static_cast<int32_t>(work.item), 0};
@@ -67,7 +67,7 @@ __device__ __forceinline__ void load_value_tiles(GradShared<K>& shared, const Gr
   const int column = v0 + tid % 8 * kUnitElements;
   const uint32_t place = unit_offset(tid / 8, tid % 8);
   const auto load_rows = [&](unsigned char* to, GradRows which, int64_t stride) {
-    const Bf16* const from = work.at<Bf16>(which) + column;
+    const Io* const from = work.at<Io>(which) + column;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       constexpr int kRowsAtOnce = kChunk / kRows;
@@ -84,6 +84,7 @@ __device__ __forceinline__ void load_value_tiles(GradShared<K>& shared, const Gr
 
 /// Two diagonals of 8 of d += a b^T over 16 columns: lanes with lane / 8 == lane % 4 hold those of
 /// rows lane / 4 and lane / 4 + 8.
+template <class Io>
 struct Diagonal {
   float upper[4] = {};
   float lower[4] = {};
@@ -92,8 +93,13 @@ struct Diagonal {
   __device__ __forceinline__ void add(const uint32_t (&a)[4], const uint32_t (&b)[4]) {
     const uint32_t first[2] = {b[0], b[2]};
     const uint32_t second[2] = {b[1], b[3]};
-    mma_bf16(upper, a, first);
-    mma_bf16(lower, a, second);
+    if constexpr (kIsBf16<Io>) {
+      mma_bf16(upper, a, first);
+      mma_bf16(lower, a, second);
+    } else {
+      mma_fp16(upper, a, first);
+      mma_fp16(lower, a, second);
+    }
   }
   __device__ __forceinline__ float2 rows(int lane) const {
     const bool odd = lane / 4 % 2 == 1;
@@ -102,18 +108,18 @@ struct Diagonal {
 };
 
 /// 1 / |row| of q and k, 8 lanes a row.
-template <int K>
-__device__ __forceinline__ void find_norms(GradShared<K>& shared, const GradParams& p) {
+template <class Io, int K>
+__device__ __forceinline__ void find_norms(GradShared<Io, K>& shared, const GradParams& p) {
   const int tid = thread_index();
 #pragma unroll
-  for (int row = tid / 8; row < 2 * kChunk; row += GradTraits<K>::kThreads / 8) {
-    const Bf16* const data = row < kChunk ? shared.q[row] : shared.k[row - kChunk];
+  for (int row = tid / 8; row < 2 * kChunk; row += GradTraits<Io, K>::kThreads / 8) {
+    const Io* const data = row < kChunk ? shared.q[row] : shared.k[row - kChunk];
     float sum = 0;
 #pragma unroll
     for (int piece = 0; piece < K / 64; ++piece) {
       const uint4 x = *reinterpret_cast<const uint4*>(data + 64 * piece + tid % 8 * 8);
       for (const uint32_t pair : {x.x, x.y, x.z, x.w}) {
-        const float2 y = unpack<Bf16>(pair);
+        const float2 y = unpack<Io>(pair);
         sum = fmaf(y.x, y.x, fmaf(y.y, y.y, sum));
       }
     }
@@ -125,11 +131,11 @@ __device__ __forceinline__ void find_norms(GradShared<K>& shared, const GradPara
 }
 
 /// This thread's units of v of the rows of a tile.
-template <int K>
-__device__ __forceinline__ void load_v(uint4 (&v)[GradTraits<K>::kValueRows], const GradParams& p,
-                                       const GradWork& work, int v0) {
-  constexpr int kRows = GradTraits<K>::kValueRows;
-  const Bf16* const from = work.at<Bf16>(kRowsV) + v0 + thread_index() % 8 * kUnitElements;
+template <class Io, int K>
+__device__ __forceinline__ void load_v(uint4 (&v)[GradTraits<Io, K>::kValueRows],
+                                       const GradParams& p, const GradWork& work, int v0) {
+  constexpr int kRows = GradTraits<Io, K>::kValueRows;
+  const Io* const from = work.at<Io>(kRowsV) + v0 + thread_index() % 8 * kUnitElements;
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     const int row = thread_index() / 8 + i * (kChunk / kRows);
@@ -139,13 +145,13 @@ __device__ __forceinline__ void load_v(uint4 (&v)[GradTraits<K>::kValueRows], co
 }
 
 /// Brings v of a chunk into L2: registers for it would have to last across an item.
-template <int K>
+template <class Io, int K>
 __device__ __forceinline__ void prefetch_v(const GradParams& p, const GradWork& work) {
-  constexpr int kLine = 128 / sizeof(Bf16);
-  const Bf16* const from = work.at<Bf16>(kRowsV);
+  constexpr int kLine = 128 / sizeof(Io);
+  const Io* const from = work.at<Io>(kRowsV);
   const int lines = static_cast<int>(p.heads.V) / kLine;
-  for (int e = thread_index(); e < work.chunk.rows * lines; e += GradTraits<K>::kThreads) {
-    const Bf16* const line = from + e / lines * p.v.stride[1] + e % lines * kLine;
+  for (int e = thread_index(); e < work.chunk.rows * lines; e += GradTraits<Io, K>::kThreads) {
+    const Io* const line = from + e / lines * p.v.stride[1] + e % lines * kLine;
     asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
   }
 }
@@ -171,9 +177,9 @@ __device__ __forceinline__ GradScalars load_scalars(const GradParams& p, const G
   return x;
 }
 
-template <int K>
-__device__ __forceinline__ void put_scalars(GradShared<K>& shared, const GradParams& p, int rows,
-                                            const GradScalars& raw) {
+template <class Io, int K>
+__device__ __forceinline__ void put_scalars(GradShared<Io, K>& shared, const GradParams& p,
+                                            int rows, const GradScalars& raw) {
   const int tid = thread_index();
   if (tid < K) shared.bias[tid] = raw.bias;
   if (tid == 0 && p.gate.kind != kGateNone) shared.gate = fast_gate_from(p.gate, raw.A_log);
@@ -215,8 +221,9 @@ __device__ __forceinline__ void with_gate_of(const FastGate& gate, F f) {
 }
 
 /// Calls f with the rows of raw gates, kStride elements apart.
-template <int K, class F>
-__device__ __forceinline__ void with_raw_gates(const GradShared<K>& shared, int32_t dtype, F f) {
+template <class Io, int K, class F>
+__device__ __forceinline__ void with_raw_gates(const GradShared<Io, K>& shared, int32_t dtype,
+                                               F f) {
   if (dtype == kBFloat16) {
     f(reinterpret_cast<const Bf16*>(shared.g));
   } else if (dtype == kFloat16) {
@@ -227,15 +234,15 @@ __device__ __forceinline__ void with_raw_gates(const GradShared<K>& shared, int3
 }
 
 /// Running sums of the log2 decays of this thread's tokens of a column pair.
-template <int K, int GATE>
-__device__ __forceinline__ void sum_decays(const GradShared<K>& shared, const GradParams& p,
-                                           float2 (&G)[GradTraits<K>::kTokens], int first,
+template <class Io, int K, int GATE>
+__device__ __forceinline__ void sum_decays(const GradShared<Io, K>& shared, const GradParams& p,
+                                           float2 (&G)[GradTraits<Io, K>::kTokens], int first,
                                            int column, int rows) {
-  constexpr int kTokens = GradTraits<K>::kTokens;
+  constexpr int kTokens = GradTraits<Io, K>::kTokens;
   with_raw_gates(shared, p.gate.g.dtype, [&](const auto* gates) {
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
-      G[t] = pair_at(gates + (first + t) * GradTraits<K>::kStride, column);
+      G[t] = pair_at(gates + (first + t) * GradTraits<Io, K>::kStride, column);
     }
   });
   const FastGate gate = shared.gate;
@@ -252,11 +259,11 @@ __device__ __forceinline__ void sum_decays(const GradShared<K>& shared, const Gr
 }
 
 /// G from the running sums of this thread's tokens of a column pair.
-template <int K>
-__device__ __forceinline__ void put_gates(GradShared<K>& shared,
-                                          const float2 (&G)[GradTraits<K>::kTokens], int segment,
-                                          int column) {
-  constexpr int kTokens = GradTraits<K>::kTokens;
+template <class Io, int K>
+__device__ __forceinline__ void put_gates(GradShared<Io, K>& shared,
+                                          const float2 (&G)[GradTraits<Io, K>::kTokens],
+                                          int segment, int column) {
+  constexpr int kTokens = GradTraits<Io, K>::kTokens;
   float2 before{0, 0};
 #pragma unroll
   for (int s = 0; s < kChunk / kTokens; ++s) {
@@ -269,24 +276,25 @@ __device__ __forceinline__ void put_gates(GradShared<K>& shared,
   }
 }
 
+template <class Io>
 __device__ __forceinline__ float dot(uint4 a, uint4 b, float sum) {
   const uint32_t x[4] = {a.x, a.y, a.z, a.w};
   const uint32_t y[4] = {b.x, b.y, b.z, b.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float2 u = unpack<Bf16>(x[i]);
-    const float2 w = unpack<Bf16>(y[i]);
+    const float2 u = unpack<Io>(x[i]);
+    const float2 w = unpack<Io>(y[i]);
     sum = fmaf(u.x, w.x, fmaf(u.y, w.y, sum));
   }
   return sum;
 }
 
 /// rowsum_V(h . dh) of 16 channels of a warp: the diagonal of h dh^T.
-template <int K>
-__device__ __forceinline__ float2 multiply_states(const GradShared<K>& shared, float2 sum) {
+template <class Io, int K>
+__device__ __forceinline__ float2 multiply_states(const GradShared<Io, K>& shared, float2 sum) {
   const int lane = thread_index() % 32;
   const uint32_t place = unit_offset(thread_index() / 32 * 16 + lane % 16, lane / 16);
-  Diagonal products;
+  Diagonal<Io> products;
 #pragma unroll
   for (int step = 0; step < kGradColumns / 16; ++step) {
     uint32_t h[4];
@@ -301,8 +309,8 @@ __device__ __forceinline__ float2 multiply_states(const GradShared<K>& shared, f
 }
 
 /// dv = beta R (5.11) and rowsum_V(R . v) of one unit of each row of this thread.
-template <int K, int ROWS>
-__device__ __forceinline__ void finish_values(const GradShared<K>& shared, const GradParams& p,
+template <class Io, int K, int ROWS>
+__device__ __forceinline__ void finish_values(const GradShared<Io, K>& shared, const GradParams& p,
                                               const GradWork& work, int v0, const uint4 (&v)[ROWS],
                                               float (&sum)[ROWS]) {
   const int unit = thread_index() % 8;
@@ -312,14 +320,14 @@ __device__ __forceinline__ void finish_values(const GradShared<K>& shared, const
     if (row >= work.chunk.rows) continue;
     const uint4 R =
         *reinterpret_cast<const uint4*>(shared.value.do_R + unit_offset(kChunk + row, unit));
-    sum[i] = dot(R, v[i], sum[i]);
+    sum[i] = dot<Io>(R, v[i], sum[i]);
     if (p.dv.data == nullptr) continue;
     const float factor = p.mantissa * shared.beta[row];
     const auto scaled = [&](uint32_t pair) {
-      const float2 x = unpack<Bf16>(pair);
-      return pack<Bf16>(factor * x.x, factor * x.y);
+      const float2 x = unpack<Io>(pair);
+      return pack<Io>(factor * x.x, factor * x.y);
     };
-    Bf16* const to = work.at<Bf16>(kRowsDv) + row * p.dv.stride[1] + v0 + unit * kUnitElements;
+    Io* const to = work.at<Io>(kRowsDv) + row * p.dv.stride[1] + v0 + unit * kUnitElements;
     *reinterpret_cast<uint4*>(to) = uint4{scaled(R.x), scaled(R.y), scaled(R.z), scaled(R.w)};
   }
 }

@@ -14,6 +14,13 @@ inline constexpr float kFarRow = 110;
 /// Score gradients are arranged in 48 columns: block 0, block 1 over block 0, block 1.
 inline constexpr int kArranged = 3 * kBlock;
 
+/// Of the intra part in either type's kernel.
+using Bf16 = __nv_bfloat16;
+
+/// The value of kda::DType.
+template <class Io>
+inline constexpr int32_t kTypeOf = kIsBf16<Io> ? kBFloat16 : kFloat16;
+
 /// chunk_of for a grid's worth of chunks, without 64-bit division.
 __device__ __forceinline__ Chunk small_chunk_of(const Sequences& s, uint32_t row) {
   if (s.cu.data) return chunk_of(s, row);
@@ -24,7 +31,7 @@ __device__ __forceinline__ Chunk small_chunk_of(const Sequences& s, uint32_t row
   return {batch, begin, static_cast<int32_t>(rest < kChunk ? rest : kChunk)};
 }
 
-template <int K>
+template <class Io, int K>
 struct GradTraits {
   static constexpr int kThreads = 2 * K;
   static constexpr int kWarps = kThreads / 32;
@@ -45,15 +52,15 @@ __device__ __forceinline__ int thread_index() {
 }
 
 /// What a thread has of [32 tokens x K]: a column pair and a segment of kTokens tokens.
-template <int K>
+template <class Io, int K>
 struct ColumnPair {
   int column;
   int segment;
 
   __device__ __forceinline__ ColumnPair() {
     const int tid = thread_index();
-    column = tid % GradTraits<K>::kPairs * 2;
-    segment = tid / GradTraits<K>::kPairs;
+    column = tid % GradTraits<Io, K>::kPairs * 2;
+    segment = tid / GradTraits<Io, K>::kPairs;
   }
 };
 
@@ -90,9 +97,9 @@ struct GradWork {
   }
 };
 
-template <int K>
+template <class Io, int K>
 struct GradShared {
-  using Traits = GradTraits<K>;
+  using Traits = GradTraits<Io, K>;
   union {
     ValueTiles<K> value;
     IntraTiles<K> intra;
@@ -101,8 +108,8 @@ struct GradShared {
   float G[kChunk][Traits::kGStride];
   union {
     struct {
-      alignas(16) __nv_bfloat16 q[kChunk][Traits::kStride];
-      alignas(16) __nv_bfloat16 k[kChunk][Traits::kStride];
+      alignas(16) Io q[kChunk][Traits::kStride];
+      alignas(16) Io k[kChunk][Traits::kStride];
     };
     alignas(16) unsigned char staging[2][K / 64][kChunk * kPanelRowBytes];  ///< dq, dk
   };
@@ -123,7 +130,8 @@ struct GradShared {
   alignas(8) uint64_t states_full;  ///< tiles of h and dh have landed
   GradWork work[2];                 ///< this item and the next: in registers they would be too many
 };
-static_assert(sizeof(GradShared<128>) <= 113 * 1024 && sizeof(GradShared<64>) <= 75 * 1024);
+static_assert(sizeof(GradShared<Bf16, 128>) <= 113 * 1024);
+static_assert(sizeof(GradShared<Bf16, 64>) <= 75 * 1024);
 
 /// What a thread holds of an accumulator [64 channels x 32 tokens]: register 4 i + 2 c + e is
 /// channel(c), token(i, e).
