@@ -132,20 +132,24 @@ struct ForwardConsumer {
     }
   }
 
+  /// kForward takes initial_state only where no other block of its launch can have written
+  /// final_state, which may be the same memory: where a sequence is cut, it takes the copy that the
+  /// summary has made.
   __device__ __forceinline__ void load_state(float (&state)[kState]) const {
     if (in_transition()) return load_identity(state);
     const bool is_first = work.segment.index == 0;
-    const Tensor& t = is_first ? p.initial_state : p.starts;
-    if (t.data == nullptr || (kWalk == Walk::kSummary && !is_first)) {
+    if (is_first ? p.initial_state.data == nullptr : kWalk == Walk::kSummary) {
 #pragma unroll
       for (int i = 0; i < kState; ++i) state[i] = 0;
       return;
     }
-    const int64_t row = is_first ? work.sequence : work.segment.row;
-    with_state(t, [&](auto* from) {
-      each_element(t, row, column(),
+    const bool given = is_first && (kWalk != Walk::kForward || work.segment.is_last);
+    with_state(given ? p.initial_state : p.starts, [&](auto* from) {
+      each_element(given ? p.initial_state : p.starts, given ? work.sequence : work.segment.row,
+                   column(),
                    [&](int i, int64_t offset) { state[i] = to_real<float>(from[offset]); });
     });
+    if (kWalk == Walk::kSummary) store_state(state, p.starts, work.segment.row, column());
   }
 
   __device__ __forceinline__ void store_state(const float (&state)[kState], const Tensor& t,
