@@ -155,7 +155,9 @@ void find_starts(Pipeline& run, ScanParams& scan, int32_t segment,
   scan.segment = segment;
   scan.segment_rows =
       segment_rows(run.problem().packed(), scan.sequences.count, scan.sequences.T, segment);
-  scan.starts = run.scratch({scan.segment_rows, heads.HV, heads.K, heads.V});
+  // Both with k fastest.
+  scan.starts = run.scratch({scan.segment_rows, heads.HV, heads.V, heads.K});
+  std::swap(scan.starts.stride[2], scan.starts.stride[3]);
   ScanParams summary = scan;
   summary.h = {};
   summary.transitions = run.scratch({scan.segment_rows, heads.HV, heads.K, heads.K});

@@ -50,7 +50,7 @@ struct ScanParams {
   Tensor v, o, h;                     ///< in the order of Walk's comments; h is optional
   Tensor initial_state, final_state;  ///< strides in the order (sequence, head, k, v); optional
   Sequences sequences;                ///< with C = 32
-  Tensor starts;       ///< [segment_rows, HV, K, V] fp32, where sequences are cut into segments
+  Tensor starts;       ///< [segment_rows, HV, V, K] fp32, where sequences are cut into segments
   Tensor transitions;  ///< kSummary: [segment_rows, HV, K, K] fp32
   int64_t segment_rows = 0;
   int32_t segment = 0;              ///< tokens, a multiple of 64; 0: sequences are not cut

@@ -10,7 +10,7 @@
 // columns a thread; the rows of the next segment are in flight meanwhile, in registers. Then each
 // thread adds the parts of four elements, in order, to what the tokens left.
 //
-// Shared memory, bytes, K = 128: the start [K][8] 4096, the parts [8][K][8] 32768.
+// Shared memory, bytes, K = 128: the start [8][K] 4096, the parts [8][8][K] 32768.
 // Barriers: the block's, between start and parts, and between parts and start.
 #pragma once
 
@@ -27,8 +27,8 @@ inline constexpr int kComposeThreads = K / 4 * kComposeParts;
 
 template <int K>
 struct ComposeShared {
-  float start[K][kComposeColumns];
-  float parts[kComposeParts][K][kComposeColumns];
+  float start[kComposeColumns][K];
+  float parts[kComposeParts][kComposeColumns][K];
 };
 
 /// The rows of one transition that a thread multiplies by.
@@ -43,19 +43,29 @@ struct TransitionPart {
     for (int j = 0; j < kRows; ++j) rows[j] = __ldg(reinterpret_cast<const float4*>(from + j * K));
   }
 
-  __device__ __forceinline__ void multiply(float (&sum)[4][kComposeColumns],
-                                           const float (*start)[kComposeColumns]) const {
+  /// sum[v][k] of four k; start: from this part's first j on.
+  __device__ __forceinline__ void multiply(float (&sum)[kComposeColumns][4],
+                                           const float (*start)[K], int first) const {
 #pragma unroll
-    for (int j = 0; j < kRows; ++j) {
-      const float phi[4] = {rows[j].x, rows[j].y, rows[j].z, rows[j].w};
+    for (int j = 0; j < kRows; j += 4) {
 #pragma unroll
       for (int v = 0; v < kComposeColumns; ++v) {
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          sum[k][v] = j == 0 ? phi[k] * start[j][v] : fmaf(phi[k], start[j][v], sum[k][v]);
-        }
+        const float4 x = *reinterpret_cast<const float4*>(&start[v][first + j]);
+        add(sum[v], rows[j], x.x, j == 0);
+        add(sum[v], rows[j + 1], x.y, false);
+        add(sum[v], rows[j + 2], x.z, false);
+        add(sum[v], rows[j + 3], x.w, false);
       }
     }
+  }
+
+ private:
+  static __device__ __forceinline__ void add(float (&sum)[4], const float4& phi, float x,
+                                             bool is_first) {
+    sum[0] = is_first ? phi.x * x : fmaf(phi.x, x, sum[0]);
+    sum[1] = is_first ? phi.y * x : fmaf(phi.y, x, sum[1]);
+    sum[2] = is_first ? phi.z * x : fmaf(phi.z, x, sum[2]);
+    sum[3] = is_first ? phi.w * x : fmaf(phi.w, x, sum[3]);
   }
 };
 
@@ -75,19 +85,19 @@ __global__ void __launch_bounds__(kComposeThreads<K>)
   const int thread = static_cast<int>(threadIdx.x);
   const int part = thread / (K / 4);
   const int quad = thread % (K / 4) * 4;
-  const int own_k = thread / 2;  // of the four elements that this thread adds up
-  const int own_v = thread % 2 * 4;
+  // The four elements that this thread adds up are of column `part`.
+  static_assert(kComposeParts == kComposeColumns);
   const auto own = [&](int64_t row) {
     return reinterpret_cast<float4*>(static_cast<float*>(p.starts.data) + row * p.starts.stride[0] +
-                                     hv * p.starts.stride[1] + own_k * p.starts.stride[2] +
-                                     blockIdx.x % tiles * kComposeColumns + own_v);
+                                     hv * p.starts.stride[1] +
+                                     (blockIdx.x % tiles * kComposeColumns + part) * K + quad);
   };
   const auto transition = [&](int64_t row) {
     return static_cast<const float*>(p.transitions.data) + row * p.transitions.stride[0] +
            hv * p.transitions.stride[1] + part * TransitionPart<K>::kRows * K + quad;
   };
 
-  *reinterpret_cast<float4*>(&shared.start[own_k][own_v]) = *own(first + 1);
+  *reinterpret_cast<float4*>(&shared.start[part][quad]) = *own(first + 1);
   TransitionPart<K> next;
   next.load(transition(first + 1));
   __syncthreads();
@@ -95,26 +105,23 @@ __global__ void __launch_bounds__(kComposeThreads<K>)
     const TransitionPart<K> now = next;
     if (row + 1 < last) next.load(transition(row + 1));
     float4 x = *own(row + 1);
-    float sum[4][kComposeColumns];
-    now.multiply(sum, shared.start + part * TransitionPart<K>::kRows);
+    float sum[kComposeColumns][4];
+    now.multiply(sum, shared.start, part * TransitionPart<K>::kRows);
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-#pragma unroll
-      for (int v = 0; v < kComposeColumns; v += 4) {
-        *reinterpret_cast<float4*>(&shared.parts[part][quad + k][v]) = {
-            sum[k][v], sum[k][v + 1], sum[k][v + 2], sum[k][v + 3]};
-      }
+    for (int v = 0; v < kComposeColumns; ++v) {
+      *reinterpret_cast<float4*>(&shared.parts[part][v][quad]) = {sum[v][0], sum[v][1], sum[v][2],
+                                                                  sum[v][3]};
     }
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kComposeParts; ++i) {
-      const float4 y = *reinterpret_cast<const float4*>(&shared.parts[i][own_k][own_v]);
+      const float4 y = *reinterpret_cast<const float4*>(&shared.parts[i][part][quad]);
       x.x += y.x;
       x.y += y.y;
       x.z += y.z;
       x.w += y.w;
     }
-    *reinterpret_cast<float4*>(&shared.start[own_k][own_v]) = x;
+    *reinterpret_cast<float4*>(&shared.start[part][quad]) = x;
     *own(row + 1) = x;
     __syncthreads();
   }
