@@ -98,11 +98,14 @@ Status launch_scan(const ScanLaunch& scan, bool, cudaStream_t stream) {
                     reinterpret_cast<const void*>(scan.kernel), arguments, stream);
 }
 
-Status launch_compose(const ComposeParams& p, bool, cudaStream_t stream) {
-  const ComposeKernel compose = p.heads.K == 64 ? compose_k64() : compose_k128();
-  return launch({"sm90_chunk_fwd_compose",
-                 p.sequences.count * p.heads.HV * (p.heads.V / kComposeColumns), compose.threads},
-                compose.kernel, p, stream);
+Status launch_compose(const ComposeParams& compose, bool, cudaStream_t stream) {
+  ComposeParams p = compose;
+  const int64_t heads = p.sequences.count * p.heads.HV;
+  p.groups = compose_groups(heads, p.heads.V);
+  const ComposeKernel kernel = p.heads.K == 64 ? compose_k64() : compose_k128();
+  return launch({"sm90_chunk_fwd_compose", heads * (p.heads.V / (p.groups * kComposeColumns)),
+                 kernel.threads, kernel.shared_bytes(p.groups), true},
+                kernel.kernel, p, stream);
 }
 
 PrepParams prep_params(Pipeline& run, bool split_beta) {
@@ -162,7 +165,7 @@ void find_starts(Pipeline& run, ScanParams& scan, int32_t segment,
   summary.h = {};
   summary.transitions = run.scratch({scan.segment_rows, heads.HV, heads.K, heads.K});
   std::swap(summary.transitions.stride[2], summary.transitions.stride[3]);
-  run(launch_scan, ScanLaunch{"sm90_chunk_fwd_summary", summary, summary_kernel});
+  run(launch_scan, ScanLaunch{"sm90_chunk_fwd_summary", summary, summary_kernel, true});
   run(launch_compose,
       ComposeParams{scan.starts, summary.transitions, scan.sequences, heads, segment});
 }
@@ -200,7 +203,7 @@ void forward_in_segments(Pipeline& run, int32_t segment) {
   scan.scale = static_cast<float>(run.scale());
   const ChunkForwardKernels kernels = kernels_of(prep);
   if (segment > 0) find_starts(run, scan, segment, kernels.summary);
-  run(launch_scan, ScanLaunch{"sm90_chunk_fwd_scan", scan, kernels.scan, beside});
+  run(launch_scan, ScanLaunch{"sm90_chunk_fwd_scan", scan, kernels.scan, beside || segment > 0});
   run.finish();
 }
 

@@ -71,10 +71,11 @@ struct ComposeParams {
   Sequences sequences;
   Heads heads;
   int32_t segment = 0;
+  int32_t groups = 1;  ///< launch_compose fills it
 };
 
 Status launch_prep(const PrepParams& params, bool fp64, cudaStream_t stream);
-Status launch_compose(const ComposeParams& params, bool fp64, cudaStream_t stream);
+Status launch_compose(const ComposeParams& compose, bool fp64, cudaStream_t stream);
 
 /// Prep on the inputs of a forward or backward, into records of the workspace.
 PrepParams prep_params(Pipeline& run, bool split_beta);

@@ -93,9 +93,15 @@ constexpr int64_t segment_rows(bool packed, int64_t sequences, int64_t T, int32_
 /// changes and brings nothing up to its end.
 constexpr bool segments_help(int64_t T, int32_t segment) { return segment > 0 && T > 2 * segment; }
 
-/// Columns of V of a block of `compose`; 2 K threads, each of which sums an eighth of K.
+/// Columns of V of a group of `compose`, and parts of the sum over K; a block has 2 K threads.
 inline constexpr int kComposeColumns = 8;
 inline constexpr int kComposeParts = 8;
+/// Groups of a block: `heads` are those of all sequences. A segment is a transition of 64 KB to
+/// read from L2 (K = 128) and 0.6 us of arithmetic a group.
+constexpr int32_t compose_groups(int64_t heads, int64_t V) {
+  const int64_t blocks = heads * (V / kComposeColumns);
+  return blocks <= 64 ? 1 : blocks <= 256 ? 2 : 4;
+}
 
 static_assert(scan_shared_bytes<128>({kMostGroups, kMostStages}, true) <= 226 * 1024);
 

@@ -402,9 +402,12 @@ __global__ void __maxnreg__(kScanRegisters) sm90_chunk_scan(const __grid_constan
   extern __shared__ __align__(1024) unsigned char dynamic[];
   __shared__ ForwardBarriers barriers;
   // The reverse scan needs the records alone, which are complete: it starts as soon as the blocks
-  // of the re-scan are all running, and ends after them.
-  if constexpr (Consumer::kWalk == Walk::kRescan) cudaTriggerProgrammaticLaunchCompletion();
+  // of the re-scan are all running, and ends after them. What follows the summary waits for it.
+  if constexpr (Consumer::kWalk == Walk::kRescan || Consumer::kWalk == Walk::kSummary) {
+    cudaTriggerProgrammaticLaunchCompletion();
+  }
   const ForwardWork work = forward_work(p);
+  if (p.segment > 0) cudaGridDependencySynchronize();
   if (nothing_to_do<Consumer::kWalk>(p, work)) return;
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   const ForwardMemory<Consumer::K> memory{dynamic, p.shape.groups, p.shape.stages};

@@ -15,6 +15,7 @@ struct ChunkForwardKernels {
 struct ComposeKernel {
   void (*kernel)(ComposeParams);
   int threads;
+  std::size_t (*shared_bytes)(int groups);
 };
 
 ChunkForwardKernels chunk_fwd_bf16_k64();
