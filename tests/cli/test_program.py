@@ -726,6 +726,8 @@ class SupportAndDoctor(ProgramTest):
         (reason,) = [row["reason"] for row in self.lines(result)
                      if row["impl"] == "sm90_chunk_fwd"]
         self.assertIn("K = 100 (64 or 128)", reason)
+        named = self.lines(kda(*ask[:3], "--impl", "sm90", "--json", "--shape", "1,64,1,1,100,64"))
+        self.assertEqual({row["impl"]: row["reason"] for row in named}["sm90_chunk_fwd"], reason)
         if report["cuda"] != "usable":
             self.check(result, 3)
             self.assertEqual(reason, report["cuda"] + ", and K = 100 (64 or 128)")

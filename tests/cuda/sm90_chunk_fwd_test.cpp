@@ -1,20 +1,13 @@
 // sm90_chunk_fwd against the float64 reference on the same rounded inputs, in guarded memory and
 // under graph capture, and what it leaves to the generic row.
-#include <memory>
 #include <string>
-#include <vector>
 
-#include <fmt/format.h>
 #include <gtest/gtest.h>
 
-#include "check.h"
-#include "compare.h"
 #include "cuda/device_case.h"
-#include "cuda/generic/pipeline.h"
-#include "cuda/sm90/chunk_fwd/chunk_fwd.h"
+#include "cuda/hopper_case.h"
 #include "execute.h"
 #include "generate.h"
-#include "support/guarded_run.h"
 
 namespace kda::test {
 namespace {
@@ -29,13 +22,7 @@ using enum TensorId;
 constexpr DType kBF16 = DType::kBF16;
 constexpr DType kF16 = DType::kF16;
 
-Conditions on_hopper() {
-  Conditions conditions;
-  conditions.options = choosing("sm90_chunk_fwd");
-  conditions.device = {DeviceType::kCuda, 0};
-  conditions.repeat = true;
-  return conditions;
-}
+Conditions on_hopper() { return on_row("sm90_chunk_fwd"); }
 
 CaseSpec spec_of(Sizes sizes, DType io = kBF16, Family family = Family::kUnit) {
   CaseSpec spec;
@@ -55,24 +42,12 @@ Problem problem_of(const Case& c, bool exact) {
   return problem;
 }
 
-/// "" or what is further from the reference than 7.3 allows, for ill-conditioned families than
-/// rounding alone makes of the same inputs.
 std::string beyond_limits(const Case& c, const CaseSpec& spec, const TensorMap& results) {
   const TensorMap expected =
       cases::execute_operation(problem_of(c, true), c.inputs, {}, choosing("reference"))
           .value()
           .outputs;
-  const TensorMap emulated = cases::emulated_rounding(c, spec.io);
-  std::string text;
-  for (const auto& [id, reference] : expected) {
-    const TensorId row = id == kH ? kFinalState : id;
-    const cases::Difference d = cases::compare(c, row, results.at(id), reference);
-    const double limit = cases::limit_beside(emulated, c, id, reference, spec.io);
-    if (d.finite && d.ratio <= limit && d.block_ratio <= cases::kBlockFactor * limit) continue;
-    text += fmt::format("{}: ratio {:.3g}, worst block {:.3g}, limit {:.3g}{}; ", name_of(id),
-                        d.ratio, d.block_ratio, limit, d.finite ? "" : ", not finite");
-  }
-  return text;
+  return beyond(limits_beside_rounding(c, spec.io), c, results, expected);
 }
 
 void expect_right(const CaseSpec& spec, bool in_place = false) {
@@ -140,15 +115,6 @@ TEST(Sm90ChunkForward, Options) {
   }
 }
 
-/// The first `tokens` tokens of dimension 1.
-HostTensor prefix_of(const HostTensor& t, int64_t tokens) {
-  HostTensor part(t.dtype, t.shape);
-  part.shape[1] = tokens;
-  const auto row = static_cast<std::ptrdiff_t>(t.bytes.size()) / t.shape[1];
-  part.bytes.assign(t.bytes.begin(), t.bytes.begin() + row * tokens);
-  return part;
-}
-
 // Prefix caching: what comes later changes no bit of o, neither through its values nor, at 1000
 // nats a token, through another way of computing.
 TEST(Sm90ChunkForward, OfAPrefixNoBitDependsOnWhatFollows) {
@@ -158,7 +124,7 @@ TEST(Sm90ChunkForward, OfAPrefixNoBitDependsOnWhatFollows) {
     Case c = cases::generate(spec);
     const auto all = run_guarded(problem_of(c, false), c.inputs, on_hopper());
     ASSERT_TRUE(all.ok()) << all.status().message();
-    const HostTensor kept = prefix_of(all->outputs.at(kO), prefix);
+    const HostTensor kept = part_of(all->outputs.at(kO), 1, 0, prefix);
     for (const TensorId id : {kQ, kK, kV, kG, kBeta}) {
       HostTensor& tensor = c.inputs.at(id);
       const int64_t row = tensor.count() / tensor.shape[1];
@@ -168,7 +134,7 @@ TEST(Sm90ChunkForward, OfAPrefixNoBitDependsOnWhatFollows) {
     }
     const auto changed = run_guarded(problem_of(c, false), c.inputs, on_hopper());
     ASSERT_TRUE(changed.ok()) << changed.status().message();
-    EXPECT_EQ(prefix_of(changed->outputs.at(kO), prefix).bytes, kept.bytes) << prefix;
+    EXPECT_EQ(part_of(changed->outputs.at(kO), 1, 0, prefix).bytes, kept.bytes) << prefix;
   }
 }
 
@@ -191,140 +157,6 @@ TEST(Sm90ChunkForward, ReasonsNameTheFeature) {
   EXPECT_TRUE(names(reason(sizes, kBF16, [](Problem& p) { p.set(kAqk, kBF16); }), "Aqk"));
   EXPECT_TRUE(names(reason(sizes, kBF16, [](Problem& p) { p.set(kO, DType::kF32); }),
                     "fp32 tensors beside bf16 ones (o)"));
-}
-
-TEST(Sm90ChunkForward, UnalignedTensorsAreNamed) {
-  KDA_NEEDS_HOPPER();
-  const Case c = cases::generate(spec_of({1, 64, 1, 1, 64, 64, 0, 0}));
-  DeviceCase device(forward_problem(c), c.inputs, 0, choosing("sm90_chunk_fwd"));
-  Args args = device.args();
-  args.in(kK, device[kK].at(2));
-  const Status status = device.plan().run(args);
-  EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
-  EXPECT_EQ(status.message().rfind("k: ", 0), 0u) << status.message();
-  EXPECT_NO_THROW(device.run());
-}
-
-// The segments that the row itself takes, in guarded memory and as a graph; in the last case
-// initial_state and final_state are the same memory.
-TEST(Sm90ChunkForward, LongSequencesOfFewHeads) {
-  KDA_NEEDS_HOPPER();
-  expect_right(spec_of({1, 3100, 1, 1, 128, 64, 0, 0}));
-  CaseSpec spec = spec_of({1, 6000, 1, 1, 64, 64, 0, 0}, kF16, Family::kSlow);
-  spec.cu_seqlens = {0, 10, 10, 2500, 5900};
-  spec.poison_tail = true;
-  expect_right(spec, true);
-}
-
-template <int32_t kTokens>
-void forward_in_segments(cuda::Pipeline& run) {
-  cuda::sm90::forward_in_segments(run, kTokens);
-}
-
-/// With segments of another length than the row would take.
-TensorMap in_segments(const Case& c, cuda::PipelineFunction forward) {
-  DeviceCase device(problem_of(c, false), c.inputs, 0, choosing("sm90_chunk_fwd"));
-  const Problem& problem = device.plan().problem();
-  const auto executor = cuda::make_pipeline(problem, {DeviceType::kCuda, 0}, forward).value();
-  const DeviceBuffer workspace(executor->workspace_bytes());
-  Args args = device.args();
-  args.workspace = workspace.address();
-  args.workspace_bytes = executor->workspace_bytes();
-  const Status status = executor->run(args, nullptr);
-  EXPECT_TRUE(status.ok()) << status.message();
-  require(cudaDeviceSynchronize());
-  return device.outputs();
-}
-
-TEST(Sm90ChunkForward, ShortSegments) {
-  KDA_NEEDS_HOPPER();
-  for (const Family family : cases::kFamilies) {
-    for (const DType io : {kBF16, kF16}) {
-      CaseSpec spec = spec_of({1, 300, 1, 2, 128, 64, 0, 0}, io, family);
-      spec.qk_l2norm = family == Family::kSmall;
-      SCOPED_TRACE(cases::describe(spec));
-      const Case c = cases::generate(spec);
-      EXPECT_EQ(beyond_limits(c, spec, in_segments(c, forward_in_segments<64>)), "");
-      spec.sizes = {2, 257, 2, 2, 64, 128, 0, 0};
-      spec.gate = Gate::kSoftplus;
-      spec.qk_l2norm = true;
-      spec.state_v_first = true;
-      spec.chunk_size = 32;
-      const Case other = cases::generate(spec);
-      EXPECT_EQ(beyond_limits(other, spec, in_segments(other, forward_in_segments<64>)), "");
-    }
-  }
-}
-
-/// Rows first .. end - 1 of dimension `dim`, with the dimensions before it of extent 1.
-HostTensor rows_of(const HostTensor& t, int64_t dim, int64_t first, int64_t end) {
-  std::vector<int64_t> shape = t.shape;
-  const auto row =
-      static_cast<std::ptrdiff_t>(t.bytes.size()) / shape[static_cast<std::size_t>(dim)];
-  shape[static_cast<std::size_t>(dim)] = end - first;
-  HostTensor part(t.dtype, shape);
-  part.bytes.assign(t.bytes.begin() + row * first, t.bytes.begin() + row * end);
-  return part;
-}
-
-// Packed, the segments of a sequence are where they are when it is alone.
-TEST(Sm90ChunkForward, SegmentsOfPackedSequences) {
-  KDA_NEEDS_HOPPER();
-  CaseSpec spec = spec_of({1, 700, 1, 1, 128, 128, 0, 0}, kBF16, Family::kSlow);
-  spec.cu_seqlens = {0, 0, 1, 64, 129, 450, 450, 690};
-  spec.poison_tail = true;
-  const Case c = cases::generate(spec);
-  const TensorMap packed = in_segments(c, forward_in_segments<64>);
-  EXPECT_EQ(beyond_limits(c, spec, packed), "");
-  for (std::size_t i = 0; i + 1 < spec.cu_seqlens.size(); ++i) {
-    const int64_t first = spec.cu_seqlens[i];
-    const int64_t end = spec.cu_seqlens[i + 1];
-    if (first == end) continue;
-    CaseSpec alone = spec;
-    alone.cu_seqlens.clear();
-    alone.sizes.T = end - first;
-    Case one = cases::generate(alone);
-    for (auto& [id, tensor] : one.inputs) {
-      const bool is_state = id == kInitialState;
-      const auto n = static_cast<int64_t>(i);
-      tensor = is_state ? rows_of(c.inputs.at(id), 0, n, n + 1)
-                        : rows_of(c.inputs.at(id), 1, first, end);
-    }
-    const TensorMap separate = in_segments(one, forward_in_segments<64>);
-    EXPECT_EQ(separate.at(kO).bytes, rows_of(packed.at(kO), 1, first, end).bytes) << i;
-    EXPECT_EQ(
-        separate.at(kFinalState).bytes,
-        rows_of(packed.at(kFinalState), 0, static_cast<int64_t>(i), static_cast<int64_t>(i) + 1)
-            .bytes)
-        << i;
-  }
-}
-
-// Where a cut changes bits at all: at the third segment. So short sequences need none.
-TEST(Sm90ChunkForward, TwoSegmentsHaveTheBitsOfOne) {
-  KDA_NEEDS_HOPPER();
-  for (const int32_t K : {64, 128}) {
-    const Case c = cases::generate(spec_of({2, 128, 1, 2, K, 128, 0, 0}, kBF16, Family::kSlow));
-    expect_same_bits(in_segments(c, forward_in_segments<64>),
-                     in_segments(c, forward_in_segments<0>));
-  }
-}
-
-TEST(Sm90ChunkForward, SegmentsOfAPrefixKeepItsBits) {
-  KDA_NEEDS_HOPPER();
-  CaseSpec spec = spec_of({1, 400, 1, 1, 128, 64, 0, 0}, kBF16, Family::kSlow);
-  const Case c = cases::generate(spec);
-  const TensorMap all = in_segments(c, forward_in_segments<64>);
-  for (const int64_t tokens : {100, 192, 333}) {
-    spec.sizes.T = tokens;
-    Case part = cases::generate(spec);
-    for (auto& [id, tensor] : part.inputs) {
-      const HostTensor& whole = c.inputs.at(id);
-      tensor = id == kInitialState ? whole : rows_of(whole, 1, 0, tokens);
-    }
-    const TensorMap results = in_segments(part, forward_in_segments<64>);
-    EXPECT_EQ(results.at(kO).bytes, rows_of(all.at(kO), 1, 0, tokens).bytes) << tokens;
-  }
 }
 
 }  // namespace

@@ -3,22 +3,25 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 
 #include <fmt/format.h>
 
 #include "core/head_slices.h"
-#include "cuda/generic/pipeline.h"
 #include "cuda/sm90/chunk_bwd/chunk_bwd_op.h"
 #include "cuda/sm90/chunk_bwd/grad.h"
 #include "cuda/sm90/chunk_bwd/instances/scan_instances.h"
 #include "cuda/sm90/chunk_fwd/config.h"
+#include "cuda/sm90/fallback.h"
 #include "cuda/sm90/requirements.h"
 
 namespace kda::cuda::sm90 {
 namespace {
 
 using enum TensorId;
+
+constexpr std::initializer_list<TensorId> kInUnits = {kQ, kK, kV, kG, kDo, kDq, kDk, kDv, kDg};
 
 constexpr int kMostExponent = 32;  ///< do times 2^e has to stay within the range of bf16
 
@@ -109,7 +112,6 @@ bool writes_keys(const Problem& problem) {
 void chunk_bwd(Pipeline& run) {
   const Problem& problem = run.problem();
   const Sizes& s = problem.sizes;
-  run.require_aligned("sm90_chunk_bwd", {kQ, kK, kV, kG, kDo, kDq, kDk, kDv, kDg});
   const PrepParams prep = prepare_records(run, true);
   GradParams grad;
   walk(run, prep, grad);
@@ -166,7 +168,7 @@ std::string obstacle_of(const Problem& problem) {
   if (scale == 0 || !std::isfinite(scale) || std::abs(split(scale).exponent) > kMostExponent) {
     return fmt::format("scale = {} (2^-{} to 2^{} in size)", scale, kMostExponent, kMostExponent);
   }
-  return uneven_rows(problem, {kQ, kK, kV, kG, kDo, kDq, kDk, kDv, kDg});
+  return uneven_rows(problem, kInUnits);
 }
 
 /// Slices of heads, so that the workspace stays beside what the step leaves: S1 of the performance
@@ -191,11 +193,12 @@ Result<int64_t> slices_of(const Problem& problem, const Device& device) {
 }  // namespace
 
 Result<std::unique_ptr<Executor>> make_chunk_bwd(const Problem& problem, const Device& device,
-                                                 const Options&) {
+                                                 const Options& options) {
   if (Status status = check_hopper(device, obstacle_of(problem)); !status.ok()) return status;
   const Result<int64_t> slices = slices_of(problem, device);
   if (!slices.ok()) return slices.status();
-  return make_pipeline(problem, device, chunk_bwd, *slices);
+  const HopperRow row{"sm90_chunk_bwd", chunk_bwd, cuda::chunk_bwd, kInUnits};
+  return make_row(row, problem, device, options, *slices);
 }
 
 }  // namespace kda::cuda::sm90

@@ -4,17 +4,16 @@
 #include <cstdint>
 #include <initializer_list>
 #include <limits>
-#include <memory>
 #include <string>
 #include <utility>
 
 #include <fmt/format.h>
 
-#include "cuda/generic/pipeline.h"
 #include "cuda/launch.h"
 #include "cuda/sm90/chunk_fwd/chunk_fwd_op.h"
 #include "cuda/sm90/chunk_fwd/config.h"
 #include "cuda/sm90/chunk_fwd/instances/instances.h"
+#include "cuda/sm90/fallback.h"
 #include "cuda/sm90/requirements.h"
 #include "cuda/tensor_map.h"
 
@@ -23,9 +22,7 @@ namespace {
 
 using enum TensorId;
 
-/// Read or written in units of 16 bytes.
 constexpr std::initializer_list<TensorId> kInUnits = {kQ, kK, kV, kG, kO, kH};
-constexpr std::uintptr_t kUnitBytes = 16;
 
 constexpr int64_t kMostBlocks = std::numeric_limits<int32_t>::max();
 
@@ -174,7 +171,6 @@ void find_starts(Pipeline& run, ScanParams& scan, int32_t segment,
 
 void forward_in_segments(Pipeline& run, int32_t segment) {
   const Problem& problem = run.problem();
-  run.require_aligned("sm90_chunk_fwd", kInUnits);
   PrepParams prep = prep_params(run, false);
   auto* const ready = static_cast<uint32_t*>(
       run.bytes(prep.sequences.chunk_rows * prep.heads.HV, sizeof(uint32_t)));
@@ -237,47 +233,7 @@ std::string obstacle_of(const Problem& problem) {
     }
   }
   if (computes_in_fp64(problem)) return "fp64 tensors";
-  return uneven_rows(problem, {kQ, kK, kV, kO, kH, kG});
-}
-
-/// The kernels above, and for addresses that they do not take the generic ones, in slices of heads
-/// that keep to the workspace of the former where slices can.
-class ForwardExecutor final : public CudaExecutor {
- public:
-  ForwardExecutor(const Problem& problem, const Device& device, std::size_t workspace_bytes,
-                  std::unique_ptr<Executor> generic)
-      : CudaExecutor(problem, device, workspace_bytes), generic_(std::move(generic)) {}
-
- protected:
-  Status enqueue(const Args& args, cudaStream_t stream) const override {
-    if (!takes(args)) return generic_->run(args, stream);
-    Pipeline pipeline(problem(), args, stream);
-    if (pipeline.status().ok()) prep_and_scan(pipeline);
-    return pipeline.status();
-  }
-
- private:
-  bool takes(const Args& args) const {
-    return std::all_of(kInUnits.begin(), kInUnits.end(), [&](TensorId id) {
-      return !problem().has(id) || reinterpret_cast<std::uintptr_t>(args[id]) % kUnitBytes == 0;
-    });
-  }
-
-  std::unique_ptr<Executor> generic_;
-};
-
-Result<std::unique_ptr<Executor>> make_forward(const Problem& problem, const Device& device) {
-  const Result<std::size_t> bytes = measure_workspace(problem, prep_and_scan);
-  if (!bytes.ok()) return bytes.status();
-  for (int64_t slices = 1;; slices = std::min(2 * slices, problem.sizes.H)) {
-    Result<std::unique_ptr<Executor>> generic =
-        make_pipeline(problem, device, cuda::chunk_fwd, slices);
-    if (!generic.ok()) return generic.status();
-    const std::size_t most = std::max(*bytes, (*generic)->workspace_bytes());
-    if (most > *bytes && slices < problem.sizes.H) continue;
-    return std::unique_ptr<Executor>(
-        std::make_unique<ForwardExecutor>(problem, device, most, std::move(*generic)));
-  }
+  return uneven_rows(problem, kInUnits);
 }
 
 }  // namespace
@@ -285,9 +241,8 @@ Result<std::unique_ptr<Executor>> make_forward(const Problem& problem, const Dev
 Result<std::unique_ptr<Executor>> make_chunk_fwd(const Problem& problem, const Device& device,
                                                  const Options& options) {
   if (Status status = check_hopper(device, obstacle_of(problem)); !status.ok()) return status;
-  // An explicit choice refuses what it does not take.
-  if (!options.implementation.empty()) return make_pipeline(problem, device, prep_and_scan);
-  return make_forward(problem, device);
+  const HopperRow row{"sm90_chunk_fwd", prep_and_scan, cuda::chunk_fwd, kInUnits};
+  return make_row(row, problem, device, options);
 }
 
 }  // namespace kda::cuda::sm90
