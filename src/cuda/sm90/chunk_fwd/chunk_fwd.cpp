@@ -130,6 +130,10 @@ PrepParams prepare_records(Pipeline& run, bool split_beta) {
   return prep;
 }
 
+const char* tile_obstacle(const Tensor& t, const Sizes& sizes) {
+  return tensor_map_obstacle(token_map(t, sizes));
+}
+
 std::string size_obstacle(const Problem& problem) {
   const Sizes& s = problem.sizes;
   if (s.K != 64 && s.K != 128) return fmt::format("K = {} (64 or 128)", s.K);
@@ -138,8 +142,9 @@ std::string size_obstacle(const Problem& problem) {
   for (const TensorId id : {kV, kDo, kDv, kO, kH}) {
     if (!problem.has(id)) continue;
     const Tensor t = tensor_of(problem, {}, id);
-    const char* const obstacle = tensor_map_obstacle(
-        id == kH ? checkpoint_map(t, s, problem.chunk_rows()) : token_map(t, s));
+    const char* const obstacle =
+        id == kH ? tensor_map_obstacle(checkpoint_map(t, s, problem.chunk_rows()))
+                 : tile_obstacle(t, s);
     if (*obstacle != '\0') return fmt::format("{} ({})", obstacle, name_of(id));
   }
   const int64_t rows = s.B * (s.T / kChunk + 1) + problem.sequences();
