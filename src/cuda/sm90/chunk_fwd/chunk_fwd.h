@@ -82,14 +82,12 @@ PrepParams prep_params(Pipeline& run, bool split_beta);
 /// The same, launched.
 PrepParams prepare_records(Pipeline& run, bool split_beta);
 
-<<<<<<< HEAD
 /// The whole forward, its sequences cut into segments of so many tokens (a multiple of 64); 0: not
 /// cut.
 void forward_in_segments(Pipeline& run, int32_t segment);
-=======
+
 /// "" or why `scan` cannot read or write tiles of a tensor [B,T,HV,V].
 const char* tile_obstacle(const Tensor& t, const Sizes& sizes);
->>>>>>> main
 
 /// "" or which size these kernels do not take.
 std::string size_obstacle(const Problem& problem);

@@ -128,31 +128,8 @@ __device__ __forceinline__ int wait_for_records(const uint32_t* ready, int64_t s
   return missing == 0 ? 32 : __ffs(static_cast<int>(missing)) - 1;
 }
 
-<<<<<<< HEAD
-/// Bytes of a record that a walk reads.
-template <int K, Walk kWalk>
-inline constexpr int kWalkRecordBytes =
-    kWalk == Walk::kForward ? Record<K>::kBeta
-    : kWalk == Walk::kSummary
-        ? Record<K>::kScores - Record<K>::kUpdate + K / 64 * kChunk* kPanelRowBytes + K * 4
-        : Record<K>::kBytes;
-
-/// What kSummary reads: no rows of q and no scores, a third of the record.
-template <int K>
-__device__ __forceinline__ void load_summary(unsigned char* to, const std::byte* from,
-                                             uint64_t* full) {
-  const auto part = [&](int begin, int bytes) {
-    ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, to + begin, from + begin,
-                       static_cast<uint32_t>(bytes), full);
-  };
-#pragma unroll
-  for (int panel = 0; panel < K / 64; ++panel) {
-    part(Record<K>::kRead + panel * 2 * kChunk * kPanelRowBytes, kChunk * kPanelRowBytes);
-  }
-  part(Record<K>::kUpdate, Record<K>::kScores - Record<K>::kUpdate);
-  part(Record<K>::kDecay, K * 4);
-=======
-/// Bytes of a record that a walk reads. The re-scan needs neither q 2^G nor the scores.
+/// Bytes of a record that a walk reads. The re-scan and the summary need neither q 2^G nor
+/// the scores.
 template <int K, Walk kWalk>
 inline constexpr int kReadBytes =
     kWalk == Walk::kForward   ? Record<K>::kBeta
@@ -162,7 +139,7 @@ inline constexpr int kReadBytes =
 /// copy(first byte, bytes) of each part of them.
 template <int K, Walk kWalk, class Copy>
 __device__ __forceinline__ void each_part(Copy copy) {
-  if constexpr (kWalk != Walk::kRescan) {
+  if constexpr (kWalk == Walk::kForward || kWalk == Walk::kReverse) {
     copy(0, kReadBytes<K, kWalk>);
   } else {
     constexpr int kKeys = kChunk * kPanelRowBytes;
@@ -173,25 +150,19 @@ __device__ __forceinline__ void each_part(Copy copy) {
     copy(Record<K>::kUpdate, Record<K>::kScores - Record<K>::kUpdate);
     copy(Record<K>::kDecay, Record<K>::kBytes - Record<K>::kDecay);
   }
->>>>>>> main
 }
 
 /// The loading warp.
 template <class Io, int K, Walk kWalk>
 __device__ void load_chunks(const ScanParams& p, const ForwardWork& work,
                             const ForwardMemory<K>& memory, ForwardBarriers& barriers) {
-<<<<<<< HEAD
-  constexpr int kBytes = kWalkRecordBytes<K, kWalk>;
+  constexpr int kBytes = kReadBytes<K, kWalk>;
   int groups = p.shape.groups;  // that have columns of V
   if constexpr (kWalk == Walk::kSummary) {
     const int64_t left = (p.heads.V - work.v0) / kGroupColumns;
     groups = static_cast<int>(left < 0 ? 0 : left < groups ? left : groups);
   }
   const auto bytes = static_cast<uint32_t>(kBytes + groups * kTokenPanelBytes);
-=======
-  constexpr int kBytes = kReadBytes<K, kWalk>;
-  const auto bytes = static_cast<uint32_t>(kBytes + p.shape.groups * kTokenPanelBytes);
->>>>>>> main
   const bool leads = threadIdx.x % 32 == 0;
   int ready = kWalk == Walk::kForward && p.ready != nullptr ? 0 : work.chunks;
   StagePosition at;
@@ -206,23 +177,12 @@ __device__ void load_chunks(const ScanParams& p, const ForwardWork& work,
     uint64_t* const full = &barriers.full[at.stage];
     ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, full,
                                    bytes);
-<<<<<<< HEAD
-    const std::byte* const source = p.records + record * Record<K>::kBytes;
-    if constexpr (kWalk == Walk::kSummary) {
-      load_summary<K>(memory.record(at.stage), source, full);
-    } else {
-      ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, memory.record(at.stage), source,
-                         static_cast<uint32_t>(kBytes), full);
-    }
-    for (int group = 0; group < groups; ++group) {
-=======
     each_part<K, kWalk>([&](int first, int bytes) {
       ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, memory.record(at.stage) + first,
                          p.records + record * Record<K>::kBytes + first,
                          static_cast<uint32_t>(bytes), full);
     });
-    for (int group = 0; group < p.shape.groups; ++group) {
->>>>>>> main
+    for (int group = 0; group < groups; ++group) {
       const int32_t from[4] = {static_cast<int32_t>(work.v0) + group * kGroupColumns,
                                static_cast<int32_t>(work.hv),
                                static_cast<int32_t>(work.range.begin + int64_t{c} * kChunk),
