@@ -1,4 +1,8 @@
 // How the blocks of sm90_chunk_fwd's scan are made, on an H200 of 132 SMs.
+#include <algorithm>
+#include <cstdint>
+#include <random>
+
 #include <gtest/gtest.h>
 
 #include "cuda/sm90/chunk_fwd/config.h"
@@ -48,6 +52,39 @@ TEST(HopperScan, FindsRoomBesidePrep) {
     EXPECT_LE(
         scan_shared_bytes<128>(shape, has_h) + 2048 + kPrepBlocksBesideScan * (kPrepBytes + 1024),
         kSharedBytes);
+  }
+}
+
+TEST(HopperScan, CutsSequencesOfFewHeads) {
+  EXPECT_EQ(segment_tokens(1, 64), 1024);
+  EXPECT_EQ(segment_tokens(16, 128), 1024);
+  EXPECT_EQ(segment_tokens(8, 256), 1024);
+  EXPECT_EQ(segment_tokens(17, 128), 0);
+  EXPECT_EQ(segment_tokens(16, 256), 0);
+  EXPECT_FALSE(segments_help(1 << 20, 0));
+  EXPECT_FALSE(segments_help(2048, 1024));
+  EXPECT_TRUE(segments_help(2049, 1024));
+}
+
+// Checkpoints are rows of 64 tokens at most: a segment begins with one.
+TEST(HopperScan, SegmentsAreWholeCheckpoints) { EXPECT_EQ(segment_tokens(1, 64) % 64, 0); }
+
+TEST(HopperScan, EverySegmentHasARow) {
+  constexpr int32_t kTokens = 64;
+  EXPECT_EQ(segment_rows(false, 3, 129, kTokens), 9);
+  std::mt19937 random(1);
+  for (int round = 0; round < 1000; ++round) {
+    const auto N = static_cast<int64_t>(1 + random() % 8);
+    int64_t start = 0;
+    int64_t next_free = 0;
+    for (int64_t i = 0; i < N; ++i) {
+      const auto length = static_cast<int64_t>(random() % 4 == 0 ? 0 : random() % 300);
+      const int64_t first = start / kTokens + i;
+      EXPECT_GE(first, next_free);
+      next_free = first + std::max<int64_t>((length + kTokens - 1) / kTokens, 1);
+      start += length;
+    }
+    EXPECT_LE(next_free, segment_rows(true, N, start, kTokens));
   }
 }
 

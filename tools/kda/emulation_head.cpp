@@ -252,7 +252,7 @@ void EmulatedHead::move_on(Matrix& state, const ChunkOperands& x, const Matrix& 
   const Matrix change = product(x.update, v_new);
   for (int64_t c = 0; c < s_.K; ++c) {
     const double kept = std::exp(x.G(x.rows - 1, c));
-    for (int64_t j = 0; j < s_.V; ++j) state(c, j) = kept * state(c, j) + change(c, j);
+    for (int64_t j = 0; j < state.columns; ++j) state(c, j) = kept * state(c, j) + change(c, j);
   }
 }
 

@@ -76,6 +76,33 @@ constexpr ScanShape scan_shape(int64_t heads, int64_t V, int32_t sms, bool besid
   if (beside) shape.stages = has_h ? 2 : 3;
   return shape;
 }
+
+/// Tokens of a segment of a sequence, 0 where sequences are not cut. By the sizes of one sequence
+/// alone: its bits may not depend on what else is in the batch (docs/decisions/0008).
+constexpr int32_t segment_tokens(int64_t HV, int64_t V) {
+  constexpr int64_t kMostTiles = 32;
+  constexpr int32_t kTokens = 1024;
+  return HV * (V / kGroupColumns) <= kMostTiles ? kTokens : 0;
+}
+/// Rows of starts and transitions: those of a sequence that begins at token t of a packed batch are
+/// t / segment + its index and the following, of which it needs no more than it has.
+constexpr int64_t segment_rows(bool packed, int64_t sequences, int64_t T, int32_t segment) {
+  return packed ? T / segment + sequences : sequences * ((T + segment - 1) / segment);
+}
+/// The start of the second segment is what an uncut walk leaves there, bit for bit, so that cutting
+/// changes and brings nothing up to its end.
+constexpr bool segments_help(int64_t T, int32_t segment) { return segment > 0 && T > 2 * segment; }
+
+/// Columns of V of a group of `compose`, and parts of the sum over K; a block has 2 K threads.
+inline constexpr int kComposeColumns = 8;
+inline constexpr int kComposeParts = 8;
+/// Groups of a block: `heads` are those of all sequences. A segment is a transition of 64 KB to
+/// read from L2 (K = 128) and 0.6 us of arithmetic a group.
+constexpr int32_t compose_groups(int64_t heads, int64_t V) {
+  const int64_t blocks = heads * (V / kComposeColumns);
+  return blocks <= 64 ? 1 : blocks <= 256 ? 2 : 4;
+}
+
 static_assert(scan_shared_bytes<128>({kMostGroups, kMostStages}, true) <= 226 * 1024);
 
 }  // namespace kda::cuda::sm90

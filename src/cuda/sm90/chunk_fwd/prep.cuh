@@ -186,6 +186,7 @@ struct PrepBlock {
   /// Finds the first two items and starts the loads of the first one; whether there is one.
   __device__ __forceinline__ bool start() const {
     if (p.ready != nullptr) clear_ready(p);
+    cudaTriggerProgrammaticLaunchCompletion();
     if (warp() == 0) find_item(shared.item[0], p, blockIdx.x);
     __syncthreads();
     if (shared.item[0].rows == 0) return false;

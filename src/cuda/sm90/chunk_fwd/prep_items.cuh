@@ -62,7 +62,7 @@ __device__ __forceinline__ void find_item(PrepItem& item, const PrepParams& p, u
   if (lane == 0) item.rows = rows;
 }
 
-/// Clears the flags of this block's items and lets the next launch start.
+/// Clears the flags of this block's items.
 __device__ __forceinline__ void clear_ready(const PrepParams& p) {
   const auto heads = static_cast<uint32_t>(p.heads.HV);
   const uint64_t count = static_cast<uint64_t>(p.sequences.chunk_rows) * heads;
@@ -73,7 +73,6 @@ __device__ __forceinline__ void clear_ready(const PrepParams& p) {
   }
   __threadfence();
   __syncthreads();
-  cudaTriggerProgrammaticLaunchCompletion();
 }
 
 __device__ __forceinline__ bool is_wide(const Tensor& t) {
