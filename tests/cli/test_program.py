@@ -618,8 +618,13 @@ class Stress(ProgramTest):
         self.check(first, 0)
         (summary,) = self.lines(first)
         self.assertGreater(summary.pop("seconds"), 0)
+        self.assertEqual(summary["command"],
+                         "kda stress --seed 4 --problems 12 --device cpu --json")
+        self.assertEqual(list(summary["machine"]), ["cpu"])
         (again,) = self.lines(second)
         again.pop("seconds")
+        for end in (summary, again):
+            self.assertRegex(end.pop("date"), r"\A20\d\d-\d\d-\d\dT")
         self.assertEqual(summary, again)
         self.assertEqual([summary["seed"], summary["problems"], summary["failures"]], [4, 12, 0])
         rows = summary["implementations"]

@@ -12,6 +12,7 @@
 #include <gtest/gtest.h>
 
 #include "cuda/device_case.h"
+#include "support/calls.h"
 #include "support/steps.h"
 #include "support/together.h"
 
@@ -49,6 +50,7 @@ class Steps {
                             cudaMemcpyHostToDevice, stream_));
     args.workspace = workspace_.address();
     args.workspace_bytes = kWorkspaceBytes;
+    count_call(plan->implementation());
     return plan->run(args, stream_).message();
   }
 

@@ -11,6 +11,7 @@
 
 #include "guard/buffer.h"
 #include "property/running.h"
+#include "support/calls.h"
 #include "support/steps.h"
 #include "support/together.h"
 
@@ -51,6 +52,7 @@ class Steps {
     if (plan->workspace_bytes() > workspace_.size()) workspace_.resize(plan->workspace_bytes());
     args.workspace = workspace_.data();
     args.workspace_bytes = workspace_.size();
+    count_call(plan->implementation());
     return plan->run(args).message();
   }
 
