@@ -111,7 +111,9 @@ struct GradBlock {
   GradShared<Io, K>& shared;
   const GradLaunchParams& p;
   const GradWork& work;
+  int tid;
   int warp;
+  int lane;
 
   /// This thread's copies have landed: all have, visible to wgmma.
   __device__ __forceinline__ void fence_tiles(int v0) const {
@@ -178,8 +180,6 @@ struct GradBlock {
   }
 
   __device__ __forceinline__ void put_value_sums(const ValueSums& sums) const {
-    const int tid = thread_index();
-    const int lane = tid % 32;
     if (lane / 8 == lane % 4) {
       float* const to = shared.state_product + 16 * warp + lane / 4;
       to[0] = sums.state_product.x;
@@ -195,7 +195,6 @@ struct GradBlock {
 
   /// Once the tiles in whose place they go have been read.
   __device__ __forceinline__ void put_scores(const ValueSums& sums) const {
-    const int lane = thread_index() % 32;
     if (warp < 4) put_scores_gradient(shared, sums.scores, p.scale, p.mantissa, warp, lane);
     if (!work.crosses || (Traits::kWarps > 4 && warp < 4)) return;
     const float* const cross = sums.scores + Traits::kScores - 16;
@@ -211,7 +210,7 @@ struct GradBlock {
   }
 
   /// S += [dq2 | z]^T, all but the rows' factor.
-  __device__ __forceinline__ void issue_rows(float (&S)[32]) const {
+  __device__ __forceinline__ void multiply_rows(float (&S)[32]) const {
     const PanelTile<kArranged> columns{shared_address(shared.intra.columns[warp / 4])};
     const PanelTile<2 * kChunk> scores{shared_address(shared.scores)};
     wgmma_fence();
@@ -221,10 +220,11 @@ struct GradBlock {
                                                     true);
     }
     wgmma_commit();
+    wgmma_wait<0>();
   }
 
   /// dkc^T before the columns' factors, arranged.
-  __device__ __forceinline__ void issue_columns(float (&x)[24]) const {
+  __device__ __forceinline__ void multiply_columns(float (&x)[24]) const {
     const PanelTile<2 * kChunk> rows{shared_address(shared.intra.rows[warp / 4])};
     const PanelTile<2 * kChunk> scores{shared_address(shared.scores)};
     wgmma_fence();
@@ -233,29 +233,6 @@ struct GradBlock {
       wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(x, rows.rows(step), scores.rows(step), step > 0);
     }
     wgmma_commit();
-  }
-
-  /// The intra products, and those with the chunk before or after; scaling and stores under them.
-  __device__ __forceinline__ void multiply_intra(const GradFinish<Io, K>& finish, float (&S)[32],
-                                                 float (&dkx)[32], float (&x)[24]) const {
-    if (work.crosses) {
-      float dkg[16];
-      finish.cross.issue_S(S, dkx);
-      finish.cross.template issue_dkg<1>(dkg);
-      wgmma_wait<1>();
-      finish.scale_rows(S);
-      issue_rows(S);
-      wgmma_wait<1>();
-      finish.cross.scale_dkg(dkg);
-      finish.cross.template issue_dkg<0>(dkg);
-      wgmma_wait<0>();
-      finish.cross.leave_dkg(dkg);
-    } else {
-      finish.scale_rows(S);
-      issue_rows(S);
-      if (work.carries) finish.cross.take_dkx(dkx);
-    }
-    issue_columns(x);
     wgmma_wait<0>();
   }
 
@@ -266,27 +243,28 @@ struct GradBlock {
     take_values<1>(sums, 0);
     wait_for_copies<0>();
     __syncthreads();
-    if (static_cast<int>(p.heads.V) > kGradColumns) {
-      load_value_tiles(shared, p, work, kGradColumns);
-    }
+    if (p.heads.V > kGradColumns) load_value_tiles(shared, p, work, kGradColumns);
     commit_copies();
     put_decays();
     walk_values(sums);
     put_value_sums(sums);
     if (warp == Traits::kWarps - 1) {
       find_grad_work(p, work, next);
-      if (thread_index() % 32 == 0)
-        next.tiles = work.tiles + static_cast<uint32_t>(p.heads.V) / kGradColumns;
+      if (lane == 0) next.tiles = work.tiles + static_cast<uint32_t>(p.heads.V) / kGradColumns;
     }
     __syncthreads();
-    if (work.crosses && thread_index() == 0) load_update(shared, p, work);
+    if (work.crosses && tid == 0) load_update(shared, p, work);
     put_scores(sums);
     const bool far = put_intra_tiles(shared);
     ptx::fence_proxy_async(ptx::space_shared);
     const bool has_far = __syncthreads_or(far) != 0;
     GradFinish<Io, K> finish(shared, p, work, warp, thread_index() % 32);
+    if (work.crosses) finish.cross.multiply(sums.S, sums.dkx);
+    finish.scale_rows(sums.S);
+    if (work.carries) finish.cross.take_dkx(sums.dkx);
+    multiply_rows(sums.S);
     float x[24];
-    multiply_intra(finish, sums.S, sums.dkx, x);
+    multiply_columns(x);
     float W[16];
     finish.combine_all(sums.S, sums.dkx, x, W, has_far);
     __syncthreads();
@@ -329,9 +307,10 @@ __global__ void __launch_bounds__(GradTraits<Io, K>::kThreads, GradTraits<Io, K>
   for (int at = 0;; at ^= 1) {
     const GradWork& work = shared.work[at];
     GradWork& next = shared.work[at ^ 1];
-    const int warp = __shfl_sync(~0u, thread_index() / 32, 0);
+    const int tid = thread_index();
+    const int warp = __shfl_sync(~0u, tid / 32, 0);
     __builtin_assume(warp >= 0);
-    GradBlock<Io, K, GATE>{shared, p, work, warp}.run(next);
+    GradBlock<Io, K, GATE>{shared, p, work, tid, warp, tid % 32}.run(next);
     if (next.chunk.rows == 0) return;
   }
 }

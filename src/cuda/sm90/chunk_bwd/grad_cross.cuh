@@ -29,23 +29,9 @@ struct GradCross {
     return p.carry[(static_cast<int64_t>(blockIdx.x) * 8 + i) * Traits::kThreads + thread_index()];
   }
 
-  /// dkg of the later chunk, its operands in shared memory: of the rows of block 1, whose reference
-  /// is 2^(G_16 - first) of that of block 0; then, that factor on it, of block 0.
-  template <int BLOCK>
-  __device__ __forceinline__ void issue_dkg(float (&dkg)[16]) const {
-    const PanelTile<2 * kChunk> rows{shared_address(shared.intra.rows[warp / 4])};
-    const PanelTile<2 * kChunk> cross{shared_address(shared.intra.cross)};
-    wgmma_fence();
-    wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(dkg, rows.rows(BLOCK), cross.rows(BLOCK),
-                                                 BLOCK == 0);
-    wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(dkg, rows.rows(2 + BLOCK), cross.rows(2 + BLOCK),
-                                                 true);
-    wgmma_commit();
-  }
-
-  /// S: the products with h -> with the earlier chunk's part on its way. dkx: behind the 16 of this
-  /// chunk, dh v_new of the earlier one, which leave.
-  __device__ __forceinline__ void issue_S(float (&S)[32], float (&dkx)[32]) const {
+  /// The later chunk, its operands in shared memory. S: the products with h, then all but the
+  /// factor of its rows' blocks. dkx: behind the 16 of this chunk, dh v_new of the earlier one.
+  __device__ __forceinline__ void multiply(float (&S)[32], float (&dkx)[32]) const {
     const GradLane at(warp, lane);
     wait_for(&shared.update_full, work.crossings % 2);
     const float before[2] = {shared.decay_before[at.channel(0)],
@@ -56,29 +42,33 @@ struct GradCross {
     });
     leave_states(dkx, at);
     const PanelTile<kChunk> kg{shared_address(shared.intra.update[warp / 4])};
+    const PanelTile<2 * kChunk> rows{shared_address(shared.intra.rows[warp / 4])};
     const PanelTile<2 * kChunk> cross{shared_address(shared.intra.cross)};
+    float dkg[16];
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kChunk / 16; ++step) {
       wgmma_ss<Bf16, Major::kOuter, Major::kSummed>(S, kg.rows(step), cross.columns(step), true);
     }
+    // Block 1 of the rows first: its reference is 2^(G_16 - first) of that of block 0.
+    wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(dkg, rows.rows(1), cross.rows(1), false);
+    wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(dkg, rows.rows(3), cross.rows(3), true);
     wgmma_commit();
-  }
-
-  __device__ __forceinline__ void scale_dkg(float (&dkg)[16]) const {
-    const GradLane at(warp, lane);
-    const float factor[2] = {exp2_of(shared.G[kBlock][at.channel(0)] - shared.G[0][at.channel(0)]),
-                             exp2_of(shared.G[kBlock][at.channel(1)] - shared.G[0][at.channel(1)])};
+    const float first[2] = {shared.G[0][at.channel(0)], shared.G[0][at.channel(1)]};
+    const float factor[2] = {exp2_of(shared.G[kBlock][at.channel(0)] - first[0]),
+                             exp2_of(shared.G[kBlock][at.channel(1)] - first[1])};
+    wgmma_wait<0>();
     GradLane::each([&](int r, int, int c, int) { dkg[r] *= factor[c]; });
-  }
-
-  __device__ __forceinline__ void leave_dkg(const float (&dkg)[16]) const {
-    const GradLane at(warp, lane);
-    const float x = exp2_of(shared.G[0][at.channel(0)]);
-    const float y = exp2_of(shared.G[0][at.channel(1)]);
+    wgmma_fence();
+    wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(dkg, rows.rows(0), cross.rows(0), true);
+    wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(dkg, rows.rows(2), cross.rows(2), true);
+    wgmma_commit();
+    const float entering[2] = {exp2_of(first[0]), exp2_of(first[1])};
+    wgmma_wait<0>();
+    GradLane::each([&](int r, int, int c, int) { dkg[r] *= entering[c]; });
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      carried(4 + i) = {x * dkg[4 * i], x * dkg[4 * i + 1], y * dkg[4 * i + 2], y * dkg[4 * i + 3]};
+      carried(4 + i) = {dkg[4 * i], dkg[4 * i + 1], dkg[4 * i + 2], dkg[4 * i + 3]};
     }
   }
 
