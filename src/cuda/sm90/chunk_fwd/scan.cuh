@@ -140,8 +140,8 @@ struct ForwardConsumer {
     return static_cast<uint32_t>(__cvta_generic_to_shared(panel)) + lines.offset(step);
   }
 
-  /// h^T packed, through the staging to the checkpoint, under the last product. What left the
-  /// staging before was waited for in store_o since; which comes first, for it waits for all.
+  /// h^T packed, through the staging to the checkpoint. What left the staging before was waited
+  /// for in store_o since.
   __device__ __forceinline__ void store_h(const uint32_t (&h)[kState / 2], int32_t chunk) const {
     const int shift = p.chunk_size == 2 * kChunk ? 1 : 0;
     if (p.h.data == nullptr) return;
@@ -308,6 +308,7 @@ struct ForwardConsumer {
     wgmma_rs<Io, Major::kSummed>(V, v + 4, T.columns(1), true);
     wgmma_commit();
     wgmma_wait<0>();
+    store_h(h, c);
     uint32_t v_new[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) v_new[i] = pack<Io>(V[2 * i], V[2 * i + 1]);
@@ -329,7 +330,6 @@ struct ForwardConsumer {
     } else {
       store_o(v_new, c);
     }
-    store_h(h, c);
     if (c + 1 < work.chunks) load_tokens(v, next, c + 1);
     wgmma_wait<0>();
     release(position);
