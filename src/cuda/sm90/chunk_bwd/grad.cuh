@@ -6,6 +6,7 @@
 // other waits. A block of K / 64 warpgroups walks over pairs and value heads, heads fastest, in
 // steps of the grid; an item is a chunk of a pair, the later one first. A warpgroup owns 64
 // channels.
+// What the chunks of a pair exchange is in grad_cross.cuh.
 //
 // Accumulators are transposed, [64 channels x 32 tokens]. With h, dh as A operands, in tiles of 64
 // columns of V:
@@ -14,12 +15,11 @@
 //   [dP; dL] = [do; R] v_new^T, also over the earlier chunk: a warpgroup each    m64n32
 //   rowsum_V(h . dh)                                     mma.sync, under the products
 //   rowsum_V(R . v), dv = beta R                         CUDA cores, under the products
-// The gates come between the first and the second tile, whose loads they hide; then what the pair
-// exchanges (grad_cross.cuh), the intra part (grad_intra.cuh) with bf16 operands of 48 and 64 rows,
-// and everything of (5.32), (5.33) in the accumulators' layout (grad_finish.cuh), at last the
-// gates' backward (grad_gates.cuh). The first tiles of the next item load from the moment on when
-// nothing reads the operands of the intra part, its q, k and g once dq and dk have left their
-// place.
+// The gates come between the first and the second tile, whose loads they hide; then the intra part
+// (grad_intra.cuh) with bf16 operands of 48 and 64 rows, and everything of (5.32), (5.33) in the
+// accumulators' layout (grad_finish.cuh), at last the gates' backward (grad_gates.cuh). The first
+// tiles of the next item load from the moment on when nothing reads the operands of the intra part,
+// its q, k and g once dq and dk have left their place.
 //
 // Shared memory, bytes, K = 128:
 //   tiles of h, dh, [do; R], v       45056   later operands of the intra part and of the pair
