@@ -1,14 +1,18 @@
-// grad: one chunk of 32 tokens and one value head; h and dh around it, v_new and R of it and the
-// raw inputs -> dq, dk, dv, dg, dbeta and the chunk's part of dA_log and ddt_bias.
+// grad: a pair of chunks of 32 tokens and one value head; h before and dh behind the pair, v_new
+// and R of it and the raw inputs -> dq, dk, dv, dg, dbeta and the chunks' parts of dA_log and
+// ddt_bias.
 //
 // Grid: as many blocks as fit the SMs, two each (K = 64: three), so that one computes while the
-// other waits. A block of K / 64 warpgroups walks over items, (chunk, value head), heads fastest,
-// in steps of the grid. A warpgroup owns 64 channels.
+// other waits. A block of K / 64 warpgroups walks over pairs and value heads, heads fastest, in
+// steps of the grid; an item is a chunk of a pair, the later one first. A warpgroup owns 64
+// channels.
+// What the chunks of a pair exchange is in grad_cross.cuh.
 //
 // Accumulators are transposed, [64 channels x 32 tokens]. With h, dh as A operands, in tiles of 64
 // columns of V:
-//   [dqe | Y]^T = h [do; R]^T, dkx^T = dh v_new^T        wgmma m64n64, m64n32
-//   [dP; dL] = [do; R] v_new^T                           m64n32
+//   [dqe | Y]^T = h [do; R]^T                            wgmma m64n64
+//   dkx^T = dh v_new^T, also for the earlier chunk       m64n64
+//   [dP; dL] = [do; R] v_new^T, also over the earlier chunk: a warpgroup each    m64n32
 //   rowsum_V(h . dh)                                     mma.sync, under the products
 //   rowsum_V(R . v), dv = beta R                         CUDA cores, under the products
 // The gates come between the first and the second tile, whose loads they hide; then the intra part
@@ -18,14 +22,15 @@
 // operands of the intra part, its q, k and g once dq and dk have left their place.
 //
 // Shared memory, bytes, K = 128:
-//   tiles of h, dh, [do; R], v_new   45056   later operands of the intra part
-//   [dP; dL] arranged                 8192
+//   tiles of h, dh, [do; R], v       45056   later operands of the intra part and of the pair
+//   v_new of both chunks              8192   later [dP; dL] arranged
 //   G, fp32                          16896   later the steps of dg, then dg
 //   q, k                             17408   later staging of dq, dk
 //   raw g, room for fp32             17408
-//   sums, scalars, work items        10176
+//   sums, scalars, work items        10224
 //
-// Barriers: `states_full`, an mbarrier, for h and dh; __syncthreads between the phases.
+// Barriers: `states_full`, an mbarrier, for h and dh; `update_full` for the earlier chunk's kg and
+// decay; __syncthreads between the phases.
 #pragma once
 
 #include "cuda/ptx/wgmma.cuh"

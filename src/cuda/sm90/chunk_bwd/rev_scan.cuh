@@ -90,8 +90,6 @@ struct ReverseConsumer : ForwardConsumer<IoType, HeadSize, Walk::kReverse> {
     Base::template older_products_are_over<1>();
     this->decay(state, record);
     wgmma_wait<0>();
-    this->store_h(dh, c);
-
     uint32_t dv[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) dv[i] = pack<Io>(X[2 * i], X[2 * i + 1]);
@@ -117,9 +115,11 @@ struct ReverseConsumer : ForwardConsumer<IoType, HeadSize, Walk::kReverse> {
     wgmma_rs<Io, Major::kOuter>(state, y + 4, ke.rows(1), true);
     wgmma_commit();
     this->store_o(R, c);
+    this->store_h(dh, c);
+    wgmma_wait<1>();  // that of qe has read grad_o
+    if (c > 0) load_do(grad_o, next, c - 1);
     wgmma_wait<0>();
     this->release(position);
-    if (c > 0) load_do(grad_o, next, c - 1);
   }
 
   __device__ void run() const {

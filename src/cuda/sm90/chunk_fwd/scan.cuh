@@ -372,9 +372,9 @@ struct ForwardConsumer {
     } else if constexpr (kWalk != Walk::kSummary) {
       store_o(v_new, c);
     }
+    if (c + 1 < work.chunks) load_tokens(v, next, c + 1);
     wgmma_wait<0>();
     release(position);
-    if (c + 1 < work.chunks) load_tokens(v, next, c + 1);
   }
 
   __device__ void run() const {
