@@ -174,14 +174,22 @@ class Notes:
         return [f"- {self.letter(text)}: {text}" for text in self.texts]
 
 
+def shortened(reason: str) -> str:
+    """Without what differs between calls of the same kind: addresses, operations, rows."""
+    if found := re.search(r"found address 0x[0-9a-f]+, expected a multiple of (\d+)", reason):
+        return f"an address that is no multiple of {found[1]}"
+    if found := re.search(r"has no row for (\w+)", reason):
+        return f"no row for {found[1]}"
+    return re.sub(r"\bsm90_\w+: ", "", reason)
+
+
 def cell(results: list, notes: Notes) -> tuple:
     """What the table shows, and the kind that is counted."""
     calls = sum(sum(result.get("calls", {}).values()) for result in results)
     refused, limits = {}, set()
     for result in results:
         for reason in result.get("refused", {}):
-            # "sm90_chunk_fwd: fp32 tensors (q)": which row it is matters less than why.
-            refused[re.sub(r"\bsm90_\w+: ", "", reason)] = True
+            refused[shortened(reason)] = True
         limits.update(result.get("notes", []))
     letters = ", ".join(notes.letter(text) for text in [*sorted(refused), *sorted(limits)])
     letters = f" ({letters})" if letters else ""
