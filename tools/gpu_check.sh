@@ -38,8 +38,10 @@ run() {  # run NAME COMMAND...: the verdict goes to stderr, stdout is the comman
 
 wanted() { case " $parts " in *" $1 "*) return 0 ;; *) return 1 ;; esac }
 
-# gtest prints a line a test; of those only what is wrong matters here.
-gtest() { "$@" --gtest_brief=1; }
+# gtest prints a line a test; of those only what is wrong matters here. $details keeps the rest.
+details=$build/gpu_check
+mkdir -p "$details" || exit 2
+gtest() { "$@" --gtest_brief=1 --gtest_output="json:$details/$name.json"; }
 
 "$kda" doctor || exit 2
 
@@ -50,7 +52,14 @@ if wanted tests || wanted stored_cases; then
   run stored_cases gtest "$build/tests/cases/kda_cases_test" --gtest_filter='*cuda*'
 fi
 if wanted tests || wanted reports; then
-  run reports gtest "$build/tests/property/kda_report_tests" --gtest_filter='*/cuda'
+  run reports gtest "$build/tests/property/kda_report_tests" --gtest_filter='*/cuda:*/sm90'
+fi
+# What docs/reliability.md shows of a GPU, if both parts ran.
+if [ -e "$details/cuda_tests.json" ] && [ -e "$details/reports.json" ]; then
+  run record_reports tools/reliability.py --record "$results/cuda_reports.json" \
+    --machine "$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1)" \
+    --command "tools/gpu_check.sh, parts cuda_tests and reports" \
+    "$details/cuda_tests.json" "$details/reports.json"
 fi
 if wanted tests || wanted properties; then
   RC_PARAMS="seed=1 max_success=${KDA_PROPERTY_CASES:-40}"
@@ -78,12 +87,12 @@ for tool in memcheck racecheck initcheck synccheck; do
     echo "== sanitizer_$tool: skipped, compute-sanitizer is not installed"
     continue
   fi
-  list='CudaSmall.*:Sm90StateScan.PackedSeq*:Sm90ChunkBackward.EachGradientAlone'
+  list='CudaSmall.*:*CudaReports.ARCH_01*:Sm90StateScan.PackedSeq*:Sm90ChunkBackward.EachGradientAlone'
   if [ "$tool" = initcheck ]; then
     export KDA_TEST_NO_POISON=1
     # It reports the states that RecurrentStream's bulk copies write as unwritten (seen on an H200, its
     # view of such copies not confirmed); there the poison of the other runs shows gaps.
-    list='CudaSmall.*-CudaSmall.RecurrentStream'
+    list='CudaSmall.*:*CudaReports.ARCH_01*/cuda-CudaSmall.RecurrentStream'
   else
     unset KDA_TEST_NO_POISON
   fi

@@ -84,6 +84,17 @@ TEST(FastNaN, InfiniteALogIsThatOfTheReference) {
   });
 }
 
+// An infinite slope forgets everything, also where exp(z) is next to nothing.
+TEST(FastNaN, InfiniteALogForgetsBehindShutGates) {
+  for_each_target([] {
+    const Problem problem = problem_of(case_of(Gate::kSoftplus), Operation::kChunkForward);
+    Tensors inputs = inputs_of(case_of(Gate::kSoftplus), problem, 54);
+    inputs.at(kALog)[0] = kInfinity;
+    for (double& g : inputs.at(kG)) g = -30;
+    expect_nan_of(run_reference(problem, inputs), run_fast(problem, inputs), true);
+  });
+}
+
 // Rounding up would carry into the sign.
 TEST(FastNaN, OfEveryPayloadStaysOneInHalves) {
   for_each_target([] {

@@ -101,15 +101,6 @@ TEST_P(CudaReports, PAGED_01_PAGED_02_PAGED_03_IndicesOutsideThePoolAreSkipped) 
   }
 }
 
-/// Row `index` of dimension 0.
-HostTensor row_of(const HostTensor& t, int64_t index) {
-  HostTensor part(t.dtype, t.shape);
-  part.shape[0] = 1;
-  const auto row = static_cast<std::ptrdiff_t>(t.bytes.size()) / t.shape[0];
-  part.bytes.assign(t.bytes.begin() + row * index, t.bytes.begin() + row * (index + 1));
-  return part;
-}
-
 // Many sequences make the scans take wider blocks.
 TEST(CudaContract, RowsOfALargeBatchHaveTheBitsOfRowsAlone) {
   KDA_NEEDS_GPU();

@@ -125,6 +125,19 @@ void expect_same_bits(const cases::TensorMap& a, const cases::TensorMap& b) {
   for (const auto& [id, tensor] : a) EXPECT_EQ(tensor.bytes, b.at(id).bytes) << name_of(id);
 }
 
+cases::HostTensor rows_of(const cases::HostTensor& tensor, int64_t dim, int64_t begin,
+                          int64_t count) {
+  std::vector<int64_t> shape = tensor.shape;
+  const auto at = static_cast<std::size_t>(dim);
+  std::size_t row = size_of(tensor.dtype);
+  for (std::size_t i = at + 1; i < shape.size(); ++i) row *= static_cast<std::size_t>(shape[i]);
+  shape[at] = count;
+  cases::HostTensor part(tensor.dtype, shape);
+  std::copy_n(tensor.bytes.begin() + static_cast<std::ptrdiff_t>(row) * begin, part.bytes.size(),
+              part.bytes.begin());
+  return part;
+}
+
 Problem recurrent_problem(const cases::Case& c) {
   Problem problem = forward_problem(c);
   problem.operation = Operation::kRecurrent;

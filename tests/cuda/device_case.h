@@ -119,6 +119,14 @@ class Graph {
 /// Every output bit for bit.
 void expect_same_bits(const cases::TensorMap& a, const cases::TensorMap& b);
 
+/// Entries [begin, begin + count) of a dimension behind those of extent 1.
+cases::HostTensor rows_of(const cases::HostTensor& tensor, int64_t dim, int64_t begin,
+                          int64_t count);
+/// Entry `index` of the first one.
+inline cases::HostTensor row_of(const cases::HostTensor& tensor, int64_t index) {
+  return rows_of(tensor, 0, index, 1);
+}
+
 /// The forward of a case, token by token.
 Problem recurrent_problem(const cases::Case& c);
 

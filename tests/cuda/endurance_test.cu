@@ -1,11 +1,9 @@
 // A long run on a GPU: thousands of calls of changing shapes, many threads, and errors of others.
 #include <sys/wait.h>
-#include <unistd.h>
 
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <fstream>
 #include <string>
 #include <vector>
 
@@ -84,14 +82,6 @@ std::size_t used_memory() {
   std::size_t total = 0;
   require(cudaMemGetInfo(&free, &total));
   return total - free;
-}
-
-int64_t resident_bytes() {
-  std::ifstream statm("/proc/self/statm");
-  int64_t size = 0;
-  int64_t resident = 0;
-  statm >> size >> resident;
-  return resident * sysconf(_SC_PAGESIZE);
 }
 
 /// By turns: the default, which on Hopper takes the rows made for it where they take the step, and

@@ -26,18 +26,6 @@ std::vector<int64_t> equal_lengths(int64_t count, int64_t length) {
   return cu;
 }
 
-HostTensor rows_of(const HostTensor& tensor, int64_t dim, int64_t begin, int64_t count) {
-  std::vector<int64_t> shape = tensor.shape;
-  const auto at = static_cast<std::size_t>(dim);
-  std::size_t row = size_of(tensor.dtype);
-  for (std::size_t i = at + 1; i < shape.size(); ++i) row *= static_cast<std::size_t>(shape[i]);
-  shape[at] = count;
-  HostTensor part(tensor.dtype, shape);
-  std::copy_n(tensor.bytes.begin() + static_cast<std::ptrdiff_t>(row) * begin, part.bytes.size(),
-              part.bytes.begin());
-  return part;
-}
-
 bool by_token(TensorId id) {
   return id != kFinalState && id != kDinitialState && id != kInitialState && id != kDfinalState;
 }

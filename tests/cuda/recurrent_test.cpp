@@ -155,17 +155,6 @@ TEST(CudaRecurrent, HopperTakesPackedAndAbsentStates) {
   expect_same_bits(start.run(kHopper, false), start.run(kPortable, false), "no initial state");
 }
 
-/// Entry i of the first dimension.
-HostTensor row_of(const HostTensor& tensor, int64_t i) {
-  std::vector<int64_t> shape = tensor.shape;
-  const std::size_t bytes = tensor.bytes.size() / static_cast<std::size_t>(shape[0]);
-  shape[0] = 1;
-  HostTensor row(tensor.dtype, shape);
-  std::copy_n(tensor.bytes.begin() + static_cast<std::ptrdiff_t>(bytes) * i, bytes,
-              row.bytes.begin());
-  return row;
-}
-
 /// Sequence i of a batch, alone, its first `tokens` tokens.
 Decode alone(const Decode& batch, int64_t i, int64_t tokens) {
   Decode one = batch;

@@ -1,9 +1,6 @@
 // What a long training run asks of a library: thousands of calls of changing shapes on the memory
 // of the first ones, and many threads at once.
-#include <unistd.h>
-
 #include <cstring>
-#include <fstream>
 #include <string>
 #include <vector>
 
@@ -76,15 +73,6 @@ class Steps {
   std::vector<cases::AlignedBytes> memory_;
   cases::AlignedBytes workspace_;
 };
-
-/// Resident memory of this process.
-int64_t resident_bytes() {
-  std::ifstream statm("/proc/self/statm");
-  int64_t size = 0;
-  int64_t resident = 0;
-  statm >> size >> resident;
-  return resident * sysconf(_SC_PAGESIZE);
-}
 
 // MEM-01, on the CPU too.
 TEST(Endurance, TenThousandCallsLeaveNoMemoryBehind) {

@@ -69,7 +69,7 @@ TEST_P(Extremes, GatesBeyondTheRangeOfFloats) {
 
 TEST_P(Extremes, GatesBeyondTheRangeOfFloatsTokenByToken) {
   for (const FarGate& far : kFar) {
-    const Case c = with_far_gates(cases::generate(fitted_to_decode(far_spec(far))), far);
+    const Case c = with_far_gates(cases::generate(fitted_to_decode(far_spec(far), 70)), far);
     const TensorMap all = cases::reference_outputs(c).value();
     const TensorMap expected{{kO, all.at(kO)}, {kFinalState, all.at(kFinalState)}};
     attempt([&] {

@@ -50,11 +50,13 @@ cases::CaseSpec PerFamily::fitted(cases::CaseSpec spec) const {
   return spec;
 }
 
-cases::CaseSpec PerFamily::fitted_to_decode(cases::CaseSpec spec) const {
+cases::CaseSpec PerFamily::fitted_to_decode(cases::CaseSpec spec, int64_t fewest_tokens) const {
   if (!is_hopper()) return spec;
   constexpr int64_t kManyStates = 160;
+  constexpr int64_t kManyTokens = 4;
   if (spec.io == DType::kF32) spec.io = DType::kBF16;
   spec.sizes.K = spec.sizes.V = 128;
+  if (fewest_tokens >= kManyTokens) return spec;
   spec.sizes.HV = std::max(spec.sizes.HV, spec.sizes.H * (kManyStates / spec.sizes.H));
   return spec;
 }

@@ -1,6 +1,9 @@
 #include "support/steps.h"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <fstream>
 
 namespace kda::test {
 namespace {
@@ -51,6 +54,14 @@ std::array<int64_t, kMostStarts> starts_of_step(int64_t step) {
     starts[i] = std::min(T, starts[i - 1] + (step + static_cast<int64_t>(i)) % 20);
   }
   return starts;
+}
+
+int64_t resident_bytes() {
+  std::ifstream statm("/proc/self/statm");
+  int64_t size = 0;
+  int64_t resident = 0;
+  statm >> size >> resident;
+  return resident * sysconf(_SC_PAGESIZE);
 }
 
 }  // namespace kda::test

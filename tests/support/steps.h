@@ -26,4 +26,7 @@ int fill_of(TensorId id);
 inline constexpr std::size_t kMostStarts = 8;
 std::array<int64_t, kMostStarts> starts_of_step(int64_t step);
 
+/// Resident memory of this process.
+int64_t resident_bytes();
+
 }  // namespace kda::test

@@ -7,6 +7,7 @@
 #include <exception>
 #include <limits>
 #include <new>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -45,30 +46,32 @@ void add_common(CLI::App& app, Common& common) {
       ->capture_default_str();
 }
 
-/// The conversion by CLI11 clamps what int64 cannot hold.
-std::string check_integer(const std::string& text) {
-  int64_t value = 0;
+/// The whole text as a number of the type, if it holds it.
+template <class Number>
+std::optional<Number> number_of(const std::string& text) {
+  Number value{};
   const char* end = text.data() + text.size();
   const auto [stop, error] = std::from_chars(text.data(), end, value);
-  if (error == std::errc{} && stop == end) return "";
+  if (error != std::errc{} || stop != end) return std::nullopt;
+  return value;
+}
+
+/// The conversion by CLI11 clamps what int64 cannot hold.
+std::string check_integer(const std::string& text) {
+  if (number_of<int64_t>(text)) return "";
   return "found " + text + ", expected an integer that fits 64 bits";
 }
 
 /// The same for --seed.
 std::string check_unsigned(const std::string& text) {
-  uint64_t value = 0;
-  const char* end = text.data() + text.size();
-  const auto [stop, error] = std::from_chars(text.data(), end, value);
-  if (error == std::errc{} && stop == end) return "";
+  if (number_of<uint64_t>(text)) return "";
   return "found " + text + ", expected an integer from 0 to 2^64 - 1";
 }
 
 /// CLI::Range takes NaN.
 std::string check_seconds(const std::string& text) {
-  double value = 0;
-  const char* end = text.data() + text.size();
-  const auto [stop, error] = std::from_chars(text.data(), end, value);
-  if (error == std::errc{} && stop == end && value >= 0.001 && value <= 1e9) return "";
+  const std::optional<double> value = number_of<double>(text);
+  if (value && *value >= 0.001 && *value <= 1e9) return "";
   return "found " + text + ", expected a number from 0.001 to 1e9";
 }
 
