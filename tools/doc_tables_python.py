@@ -22,8 +22,8 @@ def configurations(report: dict) -> str:
     if pinned and len(pinned) < 4:
         names = ", ".join(f"`{name}`" for name in pinned)
         return (
-            f"fla's kernels were autotuned, but for {names}, which both use, with one configuration "
-            "pinned by `bench/python/pin_fla.py`.\n"
+            f"fla's kernels were autotuned, but for {names}, which both use and which had "
+            "one configuration, pinned by `bench/python/pin_fla.py`.\n"
         )
     if not pinned and report.get("fla's configurations", "autotuned") == "autotuned":
         return "\nfla's kernels were autotuned.\n" if report.get("fla") else ""
