@@ -56,14 +56,14 @@ TEST(HopperScan, FindsRoomBesidePrep) {
 }
 
 TEST(HopperScan, CutsSequencesOfFewHeads) {
-  EXPECT_EQ(segment_tokens(1, 64), 1024);
-  EXPECT_EQ(segment_tokens(16, 128), 1024);
-  EXPECT_EQ(segment_tokens(8, 256), 1024);
-  EXPECT_EQ(segment_tokens(17, 128), 0);
-  EXPECT_EQ(segment_tokens(16, 256), 0);
+  EXPECT_EQ(segment_tokens(1, 64), 2048);
+  EXPECT_EQ(segment_tokens(8, 128), 2048);
+  EXPECT_EQ(segment_tokens(4, 256), 2048);
+  EXPECT_EQ(segment_tokens(9, 128), 0);
+  EXPECT_EQ(segment_tokens(16, 128), 0);
   EXPECT_FALSE(segments_help(1 << 20, 0));
-  EXPECT_FALSE(segments_help(2048, 1024));
-  EXPECT_TRUE(segments_help(2049, 1024));
+  EXPECT_FALSE(segments_help(4096, 2048));
+  EXPECT_TRUE(segments_help(4097, 2048));
 }
 
 // Checkpoints are rows of 64 tokens at most: a segment begins with one.

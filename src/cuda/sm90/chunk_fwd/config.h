@@ -80,8 +80,8 @@ constexpr ScanShape scan_shape(int64_t heads, int64_t V, int32_t sms, bool besid
 /// Tokens of a segment of a sequence, 0 where sequences are not cut. By the sizes of one sequence
 /// alone: its bits may not depend on what else is in the batch (docs/decisions/0008).
 constexpr int32_t segment_tokens(int64_t HV, int64_t V) {
-  constexpr int64_t kMostTiles = 32;
-  constexpr int32_t kTokens = 1024;
+  constexpr int64_t kMostTiles = 16;
+  constexpr int32_t kTokens = 2048;
   return HV * (V / kGroupColumns) <= kMostTiles ? kTokens : 0;
 }
 /// Rows of starts and transitions: those of a sequence that begins at token t of a packed batch are
