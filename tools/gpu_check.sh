@@ -92,18 +92,21 @@ for tool in memcheck racecheck initcheck synccheck; do
     --gtest_filter="$list"
 done
 
+# Training by the generic kernels; part hopper has those made for it.
 for suite in decode train stages host; do
   wanted "$suite" || continue
   file=$results/cuda_$suite.json
-  run "bench_$suite" "$kda" bench --suite "$suite" --device cuda --json >"$file"
   if [ "$suite" = train ]; then
-    run bench_train_lower_bound "$kda" bench --suite train --gate lower_bound --device cuda --json \
-      >>"$file"
+    run bench_train "$kda" bench --suite train --device cuda --impl cuda --json >"$file"
+    run bench_train_lower_bound "$kda" bench --suite train --gate lower_bound --device cuda \
+      --impl cuda --json >>"$file"
+  else
+    run "bench_$suite" "$kda" bench --suite "$suite" --device cuda --json >"$file"
   fi
   cat "$file"
 done
 
-# Kernels that stand behind another row, or have a benchmark of their own.
+# The forward and backward made for Hopper, and what has a benchmark of its own.
 if wanted hopper; then
   forward=$results/cuda_chunk_fwd.json
   backward=$results/cuda_chunk_bwd.json

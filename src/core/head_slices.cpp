@@ -38,27 +38,31 @@ Args HeadSlice::narrow(Args args) const {
   return args;
 }
 
-std::vector<HeadSlice> slice_heads(const Problem& problem, int64_t count) {
+HeadSlice head_slice(const Problem& problem, int64_t index, int64_t count) {
   const int64_t group = problem.sizes.HV / problem.sizes.H;
-  std::vector<HeadSlice> slices(static_cast<std::size_t>(count));
-  for (int64_t i = 0; i < count; ++i) {
-    HeadSlice& slice = slices[static_cast<std::size_t>(i)];
-    const int64_t first = problem.sizes.H * i / count;
-    slice.problem = problem;
-    slice.problem.sizes.H = problem.sizes.H * (i + 1) / count - first;
-    slice.problem.sizes.HV = slice.problem.sizes.H * group;
-    for (const TensorSpec& spec : tensors_of(problem.operation)) {
-      TensorLayout& layout = slice.problem.tensors[static_cast<std::size_t>(spec.id)];
-      const int key = dimension_of(spec.shape, "H");
-      const int value = dimension_of(spec.shape, "HV");
-      if (!layout.present() || (key < 0 && value < 0)) continue;
-      const auto dim = static_cast<std::size_t>(std::max(key, value));
-      layout.shape[dim] = key >= 0 ? slice.problem.sizes.H : slice.problem.sizes.HV;
-      slice.offset[static_cast<std::size_t>(spec.id)] = (key >= 0 ? first : first * group) *
-                                                        layout.stride[dim] *
-                                                        static_cast<int64_t>(size_of(layout.dtype));
-    }
+  const int64_t first = problem.sizes.H * index / count;
+  HeadSlice slice;
+  slice.problem = problem;
+  slice.problem.sizes.H = problem.sizes.H * (index + 1) / count - first;
+  slice.problem.sizes.HV = slice.problem.sizes.H * group;
+  for (const TensorSpec& spec : tensors_of(problem.operation)) {
+    TensorLayout& layout = slice.problem.tensors[static_cast<std::size_t>(spec.id)];
+    const int key = dimension_of(spec.shape, "H");
+    const int value = dimension_of(spec.shape, "HV");
+    if (!layout.present() || (key < 0 && value < 0)) continue;
+    const auto dim = static_cast<std::size_t>(std::max(key, value));
+    layout.shape[dim] = key >= 0 ? slice.problem.sizes.H : slice.problem.sizes.HV;
+    slice.offset[static_cast<std::size_t>(spec.id)] = (key >= 0 ? first : first * group) *
+                                                      layout.stride[dim] *
+                                                      static_cast<int64_t>(size_of(layout.dtype));
   }
+  return slice;
+}
+
+std::vector<HeadSlice> slice_heads(const Problem& problem, int64_t count) {
+  std::vector<HeadSlice> slices;
+  slices.reserve(static_cast<std::size_t>(count));
+  for (int64_t i = 0; i < count; ++i) slices.push_back(head_slice(problem, i, count));
   return slices;
 }
 

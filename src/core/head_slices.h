@@ -19,8 +19,11 @@ struct HeadSlice {
   Args narrow(Args args) const;
 };
 
-/// `count` slices of a validated problem, as even as whole key heads allow, with the value heads
-/// that belong to them.
+/// Slice `index` of `count` of a validated problem, as even as whole key heads allow, with the
+/// value heads that belong to them. The last one has most heads.
+HeadSlice head_slice(const Problem& problem, int64_t index, int64_t count);
+
+/// All of them.
 std::vector<HeadSlice> slice_heads(const Problem& problem, int64_t count);
 
 /// What decides how many slices two scans side by side, one block each for a sequence and value

@@ -58,19 +58,16 @@ constexpr std::array kRows = {
                    "Hopper (sm_90): K = V = 128, contiguous states of fp32 or bf16, as many as the "
                    "GPU has SMs or with 4 tokens each; the bits of cuda_recurrent",
                    kMakeRecurrent},
+    Implementation{"sm90_chunk_fwd", kHopper, Operation::kChunkForward, DeviceType::kCuda,
+                   "Hopper (sm_90): bf16 or fp16 with K of 64 or 128, V a multiple of 64, every "
+                   "gate, rows of 16 bytes; no saved scores",
+                   kMakeChunkForward},
     generic<cuda::chunk_fwd>("cuda_chunk_fwd", Operation::kChunkForward),
-    // Behind the generic row until its accuracy on correlated keys is settled.
-    Implementation{
-        "sm90_chunk_fwd", kHopper, Operation::kChunkForward, DeviceType::kCuda,
-        "Hopper (sm_90), by name only: bf16 or fp16 with K of 64 or 128, V a multiple of "
-        "64, every gate, rows of 16 bytes; no saved scores",
-        kMakeChunkForward},
-    generic<cuda::chunk_bwd>("cuda_chunk_bwd", Operation::kChunkBackward),
-    // Behind the generic row until its accuracy on correlated keys and of dA_log is settled.
     Implementation{"sm90_chunk_bwd", kHopper, Operation::kChunkBackward, DeviceType::kCuda,
-                   "Hopper (sm_90), by name only: bf16 with K of 64 or 128, V a multiple of 64, "
-                   "every gate, rows of 16 bytes",
+                   "Hopper (sm_90): bf16 with K of 64 or 128, V a multiple of 64, every gate, rows "
+                   "of 16 bytes",
                    kMakeChunkBackward},
+    generic<cuda::chunk_bwd>("cuda_chunk_bwd", Operation::kChunkBackward),
     Implementation{"cuda_recurrent", kFamily, Operation::kRecurrent, DeviceType::kCuda,
                    "everything; at the speed of memory for K of 64 or 128 with fp32 or bf16 states "
                    "in 16-byte rows",

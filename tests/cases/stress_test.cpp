@@ -56,7 +56,7 @@ TEST(StressDraw, OneSeedGivesTheSameProblemEverywhere) {
             "recurrent predicted B1 T69 H3 HV3 K128 V64 bf16 softplus beta-sigmoid cu=0,4,7"
             ",7,13,15,16,20,24,24,25,25,26,30,31,34,35,36,36,36,38,38,40,40,44,47,49,54,57,"
             "58,58,64,64,66,69 seed 10901941715188119463 scale=0 in place NaN in sequence 1"
-            "5; padded; q:bf16 k:bf16 v:bf16 g:fp32 beta:fp32 A_log:fp32 dt_bias:fp32 initi"
+            "5; transposed; q:bf16 k:bf16 v:bf16 g:fp32 beta:fp32 A_log:fp32 dt_bias:fp32 initi"
             "al_state:fp32 cu_seqlens:int64 o:bf16 final_state:fp32");
   EXPECT_NE(describe(draw(1, 17)), describe(draw(2, 17)));
   EXPECT_NE(describe(draw(1, 17)), describe(draw(1, 18)));
@@ -85,7 +85,7 @@ TEST(StressDraw, EveryProblemIsValidAndEveryKindOccurs) {
     seen["stride 0"] += !d.repeated.empty();
   }
   // Operations, families, dtypes of q, gates, arrangements, tensors and the seven above.
-  EXPECT_EQ(seen.size(), kOperationCount + cases::kFamilies.size() + 4 + 3 + 5 + kTensorCount + 7);
+  EXPECT_EQ(seen.size(), kOperationCount + cases::kFamilies.size() + 4 + 3 + 6 + kTensorCount + 7);
   for (const auto& [kind, count] : seen) EXPECT_GE(count, 15) << kind;
 }
 
@@ -126,6 +126,22 @@ TEST(StressJudge, SeesWrongNumbers) {
   EXPECT_EQ(faulty(trial, outputs), Names{"o"});
   o.set(0, std::numeric_limits<double>::quiet_NaN());
   EXPECT_EQ(faulty(trial, outputs), Names{"o"});
+}
+
+// One channel, normalised, and beta = 1: dg is 6e-5 in size, a difference of terms up to 370 whose
+// last bit in fp32 is 2e-5.
+TEST(StressJudge, KnowsWhatCancelsInDg) {
+  const Trial trial = prepare(draw(103, 153), false).value();
+  const auto with_error = [&](double error) {
+    TensorMap outputs = right_outputs(trial);
+    HostTensor& dg = outputs.at(kDg);
+    for (int64_t i = 0; i < dg.count(); ++i) {
+      if (dg.get(i) != 0) dg.set(i, dg.get(i) + (i % 2 == 0 ? error : -error));  // but no padding
+    }
+    return faulty(trial, outputs);
+  };
+  EXPECT_EQ(with_error(1e-4), Names{});
+  EXPECT_EQ(with_error(1e-2), Names{"dg"});
 }
 
 TEST(StressJudge, SeesNumbersInThePadding) {

@@ -618,8 +618,13 @@ class Stress(ProgramTest):
         self.check(first, 0)
         (summary,) = self.lines(first)
         self.assertGreater(summary.pop("seconds"), 0)
+        self.assertEqual(summary["command"],
+                         "kda stress --seed 4 --problems 12 --device cpu --json")
+        self.assertEqual(list(summary["machine"]), ["cpu"])
         (again,) = self.lines(second)
         again.pop("seconds")
+        for end in (summary, again):
+            self.assertRegex(end.pop("date"), r"\A20\d\d-\d\d-\d\dT")
         self.assertEqual(summary, again)
         self.assertEqual([summary["seed"], summary["problems"], summary["failures"]], [4, 12, 0])
         rows = summary["implementations"]
@@ -726,6 +731,8 @@ class SupportAndDoctor(ProgramTest):
         (reason,) = [row["reason"] for row in self.lines(result)
                      if row["impl"] == "sm90_chunk_fwd"]
         self.assertIn("K = 100 (64 or 128)", reason)
+        named = self.lines(kda(*ask[:3], "--impl", "sm90", "--json", "--shape", "1,64,1,1,100,64"))
+        self.assertEqual({row["impl"]: row["reason"] for row in named}["sm90_chunk_fwd"], reason)
         if report["cuda"] != "usable":
             self.check(result, 3)
             self.assertEqual(reason, report["cuda"] + ", and K = 100 (64 or 128)")

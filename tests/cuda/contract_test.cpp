@@ -8,6 +8,7 @@
 #include "cuda/device_case.h"
 #include "generate.h"
 #include "kda/backend.h"
+#include "support/calls.h"
 
 namespace kda::test {
 namespace {
@@ -24,62 +25,58 @@ HostTensor starts(std::initializer_list<int64_t> values) {
   return cu;
 }
 
-/// Both directions of a case, and the recurrent step.
-std::vector<Problem> problems_of(const Case& c) {
-  return {forward_problem(c), backward_problem(c), recurrent_problem(c)};
-}
-
 // The sequences are read by the kernels, so a captured graph follows them. Capture in global mode
 // fails on any synchronisation, allocation or copy to the host.
-TEST(CudaReports, GRAPH_04_GRAPH_07_VARLEN_06_GraphFollowsOtherSequences) {
-  KDA_NEEDS_GPU();
-  const Case c = cases::generate(packed_spec({0, 65, 65, 193, 300}));
+TEST_P(CudaReports, GRAPH_04_GRAPH_07_VARLEN_06_GraphFollowsOtherSequences) {
+  const Case c = cases::generate(fitted_to_decode(packed_spec({0, 65, 65, 193, 300})));
   for (const Problem& problem : problems_of(c)) {
-    DeviceCase device(problem, c.inputs);
-    const Stream stream;
-    Graph graph(device.plan(), device.args(), stream);
-    for (const HostTensor& cu : {starts({0, 1, 2, 250, 300}), starts({0, 100, 100, 100, 100}),
-                                 starts({0, 0, 0, 0, 0}), c.inputs.at(kCuSeqlens)}) {
-      device[kCuSeqlens].load(cu);
-      device.poison_outputs();
-      graph.launch(stream);
-      const TensorMap replayed = device.outputs();
-      device.poison_outputs();
-      device.run(stream);
-      expect_same_bits(replayed, device.outputs());
-    }
+    attempt([&] {
+      DeviceCase device = on_device(problem, c.inputs);
+      const Stream stream;
+      Graph graph(device.plan(), device.args(), stream);
+      for (const HostTensor& cu : {starts({0, 1, 2, 250, 300}), starts({0, 100, 100, 100, 100}),
+                                   starts({0, 0, 0, 0, 0}), c.inputs.at(kCuSeqlens)}) {
+        device[kCuSeqlens].load(cu);
+        device.poison_outputs();
+        graph.launch(stream);
+        const TensorMap replayed = device.outputs();
+        device.poison_outputs();
+        device.run(stream);
+        expect_same_bits(replayed, device.outputs());
+      }
+    });
   }
 }
 
 // Values that no host check sees must not lead out of bounds; the next call is right.
-TEST(CudaReports, VARLEN_12_WrongSequencesStayInBounds) {
-  KDA_NEEDS_GPU();
-  const Case c = cases::generate(packed_spec({0, 65, 65, 193, 300}));
+TEST_P(CudaReports, VARLEN_12_WrongSequencesStayInBounds) {
+  const Case c = cases::generate(fitted_to_decode(packed_spec({0, 65, 65, 193, 300})));
   constexpr int64_t kHuge = int64_t{1} << 60;
   for (const Problem& problem : problems_of(c)) {
-    DeviceCase device(problem, c.inputs);
-    device.run();
-    const TensorMap right = device.outputs();
-    for (const HostTensor& cu :
-         {starts({0, -5, 1000, 3, 2000}), starts({0, 300, 0, 300, 0}),
-          starts({-7, kHuge, -kHuge, 5, 1}), starts({300, 299, 298, 297, 296})}) {
-      device[kCuSeqlens].load(cu);
-      ASSERT_NO_THROW(device.run());
-    }
-    device[kCuSeqlens].load(c.inputs.at(kCuSeqlens));
-    device.poison_outputs();
-    device.run();
-    expect_same_bits(right, device.outputs());
+    attempt([&] {
+      DeviceCase device = on_device(problem, c.inputs);
+      device.run();
+      const TensorMap right = device.outputs();
+      for (const HostTensor& cu :
+           {starts({0, -5, 1000, 3, 2000}), starts({0, 300, 0, 300, 0}),
+            starts({-7, kHuge, -kHuge, 5, 1}), starts({300, 299, 298, 297, 296})}) {
+        device[kCuSeqlens].load(cu);
+        device.run();
+      }
+      device[kCuSeqlens].load(c.inputs.at(kCuSeqlens));
+      device.poison_outputs();
+      device.run();
+      expect_same_bits(right, device.outputs());
+    });
   }
 }
 
 // No index leads outside the pool.
-TEST(CudaReports, PAGED_01_PAGED_02_PAGED_03_IndicesOutsideThePoolAreSkipped) {
-  KDA_NEEDS_GPU();
+TEST_P(CudaReports, PAGED_01_PAGED_02_PAGED_03_IndicesOutsideThePoolAreSkipped) {
   CaseSpec spec;
   spec.sizes = {4, 3, 2, 2, 64, 64, 0, 0};
   spec.gradients = false;
-  Case c = cases::generate(spec);
+  Case c = cases::generate(fitted_to_decode(spec));
   Problem problem = recurrent_problem(c);
   problem.sizes.P = 4;
   problem.set(kStateIndices, DType::kI32);
@@ -87,10 +84,11 @@ TEST(CudaReports, PAGED_01_PAGED_02_PAGED_03_IndicesOutsideThePoolAreSkipped) {
   const std::array<int32_t, 4> values{-1, 4, 2, -2000000000};
   std::copy(values.begin(), values.end(), reinterpret_cast<int32_t*>(indices.bytes.data()));
   c.inputs[kStateIndices] = indices;
-  DeviceCase device(problem, c.inputs);
+  DeviceCase device = on_device(problem, c.inputs);
   Args args = device.args();
   args.out(kFinalState, device[kInitialState].address());  // a pool is updated in place
   ASSERT_EQ(device.plan().run(args).message(), "");
+  count_call(device.plan().implementation());
   require(cudaDeviceSynchronize());
   const HostTensor o = device.outputs().at(kO);
   const HostTensor& before = c.inputs.at(kInitialState);
@@ -166,15 +164,15 @@ TEST(CudaContract, ThreadsShareAPlan) {
   for (const TensorMap& result : results) expect_same_bits(expected.outputs(), result);
 }
 
-TEST(CudaReports, DEV_01_WrongDeviceOrMemoryIsNamed) {
-  KDA_NEEDS_GPU();
-  const Case c = cases::generate(packed_spec({0, 300}));
+TEST_P(CudaReports, DEV_01_WrongDeviceOrMemoryIsNamed) {
+  const Case c = cases::generate(fitted(packed_spec({0, 300})));
   const Problem problem = forward_problem(c);
-  const Status status = supports(problem, {DeviceType::kCuda, 99});
+  const Status status = supports(problem, {DeviceType::kCuda, 99}, options());
   EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
   EXPECT_NE(status.message().find("99"), std::string::npos) << status.message();
 
-  DeviceCase device(problem, c.inputs);
+  DeviceCase device = on_device(problem, c.inputs);
+  device.run();
   Args args = device.args();
   args.in(kQ, c.inputs.at(kQ).bytes.data());
   int pageable = 0;

@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include "kda/backend.h"
+#include "support/calls.h"
 
 namespace kda::test {
 namespace {
@@ -14,6 +15,8 @@ namespace {
 constexpr int kNaN = 0xFF;
 
 }  // namespace
+
+KDA_FOR_EACH_CUDA_FAMILY(CudaReports);
 
 std::string no_gpu() { return cuda_unavailable_reason(); }
 
@@ -102,6 +105,7 @@ void DeviceCase::poison_outputs() {
 
 void DeviceCase::run(cudaStream_t stream) {
   if (Status status = plan_.run(args_, stream); !status.ok()) throw Error(status);
+  count_call(plan_.implementation());
   require(cudaStreamSynchronize(stream));
 }
 
@@ -127,6 +131,10 @@ Problem recurrent_problem(const cases::Case& c) {
   return problem;
 }
 
+std::vector<Problem> problems_of(const cases::Case& c) {
+  return {forward_problem(c), backward_problem(c), recurrent_problem(c)};
+}
+
 cases::CaseSpec packed_spec(std::vector<int64_t> cu) {
   cases::CaseSpec spec;
   spec.sizes = {1, 300, 2, 4, 64, 48, 0, 0};
@@ -143,6 +151,7 @@ Graph::Graph(const Plan& plan, const Args& args, cudaStream_t stream) {
   const Status status = plan.run(args, stream);
   require(cudaStreamEndCapture(stream, &graph_));
   if (!status.ok()) throw Error(status);
+  count_call(plan.implementation());
   require(cudaGraphInstantiate(&executable_, graph_, 0));
 }
 

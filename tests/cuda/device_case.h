@@ -13,6 +13,7 @@
 #include "case.h"
 #include "generate.h"
 #include "kda/plan.h"
+#include "support/per_family.h"
 
 namespace kda::test {
 
@@ -82,6 +83,14 @@ class DeviceCase {
   Args args_;
 };
 
+/// Tests named after the ids of public fault reports, on each family of CUDA rows.
+class CudaReports : public PerFamily {
+ protected:
+  DeviceCase on_device(const Problem& problem, const cases::TensorMap& inputs) const {
+    return {problem, inputs, 0, options()};
+  }
+};
+
 /// A stream that does not wait for the default one.
 class Stream {
  public:
@@ -112,6 +121,9 @@ void expect_same_bits(const cases::TensorMap& a, const cases::TensorMap& b);
 
 /// The forward of a case, token by token.
 Problem recurrent_problem(const cases::Case& c);
+
+/// Forward and backward over chunks, and the recurrent operation.
+std::vector<Problem> problems_of(const cases::Case& c);
 
 /// Packed, with everything inside: the longest chain of kernels.
 cases::CaseSpec packed_spec(std::vector<int64_t> cu);

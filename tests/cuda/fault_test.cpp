@@ -16,11 +16,13 @@ using cases::TensorMap;
 using enum TensorId;
 
 /// Runs wrong calls and right ones by turns.
-class CudaFaults : public testing::Test {
+class CudaFaults : public PerFamily {
  protected:
   void SetUp() override {
-    KDA_NEEDS_GPU();
-    device_.emplace(backward_problem(case_), case_.inputs);
+    PerFamily::SetUp();
+    if (IsSkipped()) return;
+    case_ = cases::generate(fitted(packed_spec({0, 65, 65, 193, 300})));
+    device_.emplace(backward_problem(case_), case_.inputs, 0, options());
     device_->run();
     right_ = device_->outputs();
   }
@@ -40,12 +42,14 @@ class CudaFaults : public testing::Test {
     expect_same_bits(right_, device_->outputs());
   }
 
-  Case case_ = cases::generate(packed_spec({0, 65, 65, 193, 300}));
+  Case case_;
   std::optional<DeviceCase> device_;
   TensorMap right_;
 };
 
-TEST_F(CudaFaults, EveryMisalignedTensorIsNamed) {
+KDA_FOR_EACH_CUDA_FAMILY(CudaFaults);
+
+TEST_P(CudaFaults, EveryMisalignedTensorIsNamed) {
   for (const TensorSpec& spec : tensors_of(Operation::kChunkBackward)) {
     if (!device_->plan().problem().has(spec.id)) continue;
     Args args = device_->args();
@@ -54,7 +58,7 @@ TEST_F(CudaFaults, EveryMisalignedTensorIsNamed) {
   }
 }
 
-TEST_F(CudaFaults, EveryMissingTensorIsNamed) {
+TEST_P(CudaFaults, EveryMissingTensorIsNamed) {
   for (const TensorSpec& spec : tensors_of(Operation::kChunkBackward)) {
     if (!device_->plan().problem().has(spec.id)) continue;
     Args args = device_->args();
@@ -63,7 +67,7 @@ TEST_F(CudaFaults, EveryMissingTensorIsNamed) {
   }
 }
 
-TEST_F(CudaFaults, TheWorkspaceIsChecked) {
+TEST_P(CudaFaults, TheWorkspaceIsChecked) {
   Args args = device_->args();
   args.workspace_bytes -= 1;
   expect_refused(args, "workspace: found ");
@@ -81,16 +85,17 @@ TEST_F(CudaFaults, TheWorkspaceIsChecked) {
 }
 
 // Shapes of other conventions are refused before anything is launched, and the context lives.
-TEST_F(CudaFaults, STATE_07_WrongShapesReachNoKernel) {
+TEST_P(CudaFaults, STATE_07_WrongShapesReachNoKernel) {
   const Problem& good = device_->plan().problem();
   const auto shaped = [&](TensorId id, std::initializer_list<int64_t> shape) {
     return std::pair{id, TensorLayout::contiguous(good[id].dtype, shape)};
   };
-  for (const auto& [id, layout] : {shaped(kG, {1, 300, 4}), shaped(kBeta, {1, 300, 4, 1}),
-                                   shaped(kV, {1, 299, 4, 48}), shaped(kQ, {1, 300, 3, 64})}) {
+  for (const auto& [id, layout] :
+       {shaped(kG, {1, 300, 4}), shaped(kBeta, {1, 300, 4, 1}),
+        shaped(kV, {1, 299, 4, good.sizes.V}), shaped(kQ, {1, 300, 3, 64})}) {
     Problem problem = good;
     problem.set(id, layout);
-    const Status status = supports(problem, {DeviceType::kCuda, 0});
+    const Status status = supports(problem, {DeviceType::kCuda, 0}, options());
     EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
     EXPECT_EQ(status.message().rfind(name_of(id), 0), 0U) << status.message();
     expect_next_call_works();
@@ -98,7 +103,7 @@ TEST_F(CudaFaults, STATE_07_WrongShapesReachNoKernel) {
 }
 
 // An error that the caller left behind is not ours, and ours do not stay behind.
-TEST_F(CudaFaults, AnEarlierErrorOfTheCallerDoesNotFailTheRun) {
+TEST_P(CudaFaults, AnEarlierErrorOfTheCallerDoesNotFailTheRun) {
   void* nothing = nullptr;
   ASSERT_NE(cudaMalloc(&nothing, ~std::size_t{0} / 2), cudaSuccess);
   const Status status = device_->plan().run(device_->args());
@@ -107,20 +112,20 @@ TEST_F(CudaFaults, AnEarlierErrorOfTheCallerDoesNotFailTheRun) {
   expect_next_call_works();
 }
 
-TEST_F(CudaFaults, DEV_01_ADeviceThatIsNotThereIsNamed) {
-  const Status status = supports(device_->plan().problem(), {DeviceType::kCuda, 99});
+TEST_P(CudaFaults, DEV_01_ADeviceThatIsNotThereIsNamed) {
+  const Status status = supports(device_->plan().problem(), {DeviceType::kCuda, 99}, options());
   EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
   EXPECT_EQ(status.message().rfind("device index: found 99", 0), 0U) << status.message();
   expect_next_call_works();
 }
 
 // Current device 0, tensors on 1; first use on 1, then on 0.
-TEST_F(CudaFaults, DEV_01_TheSecondDeviceWorksWhileTheFirstIsCurrent) {
+TEST_P(CudaFaults, DEV_01_TheSecondDeviceWorksWhileTheFirstIsCurrent) {
   int count = 0;
   require(cudaGetDeviceCount(&count));
   if (count < 2) GTEST_SKIP() << "needs two GPUs, found " << count;
   require(cudaSetDevice(1));
-  DeviceCase other(backward_problem(case_), case_.inputs, 1);
+  DeviceCase other(backward_problem(case_), case_.inputs, 1, options());
   require(cudaSetDevice(0));
   other.run();
   expect_same_bits(right_, other.outputs());

@@ -7,6 +7,7 @@
 
 #include "cuda/device_case.h"
 #include "generate.h"
+#include "support/calls.h"
 
 namespace kda::test {
 namespace {
@@ -33,6 +34,7 @@ std::vector<void*> kernels_of(const Plan& plan, const Args& args) {
   const Status status = plan.run(args, stream);
   require(cudaStreamEndCapture(stream, &graph));
   if (!status.ok()) throw Error(status);
+  count_call(plan.implementation());
   std::size_t count = 0;
   require(cudaGraphGetNodes(graph, nullptr, &count));
   std::vector<cudaGraphNode_t> nodes(count);
@@ -52,29 +54,26 @@ std::vector<void*> kernels_of(const Plan& plan, const Args& args) {
   return kernels;
 }
 
-std::size_t launches_of(const Problem& problem, const cases::TensorMap& inputs) {
-  const DeviceCase device(problem, inputs);
+std::size_t launches_of(const DeviceCase& device) {
   return kernels_of(device.plan(), device.args()).size();
 }
 
 // The host's part of a small call is its launches: 4 us each on an H200's host.
-TEST(CudaReports, PERF_06_SmallCallsTakeFewLaunches) {
-  KDA_NEEDS_GPU();
+TEST_P(CudaReports, PERF_06_SmallCallsTakeFewLaunches) {
   const Case c = cases::generate(bf16_spec({1, 64, 4, 4, 128, 128, 0, 0}));
-  EXPECT_LE(launches_of(forward_problem(c), c.inputs), 4U);
-  EXPECT_LE(launches_of(backward_problem(c), c.inputs), 8U);
+  EXPECT_LE(launches_of(on_device(forward_problem(c), c.inputs)), 4U);
+  EXPECT_LE(launches_of(on_device(backward_problem(c), c.inputs)), 8U);
   const Case token = cases::generate(bf16_spec({1, 1, 4, 4, 128, 128, 0, 0}));
-  EXPECT_LE(launches_of(recurrent_problem(token), token.inputs), 1U);
+  attempt([&] { EXPECT_LE(launches_of(on_device(recurrent_problem(token), token.inputs)), 1U); });
 }
 
 // Nothing is compiled, tuned or looked up by length: every length takes the kernels that the
 // longest one has loaded, with nothing in between.
-TEST(CudaReports, PERF_03_NewLengthsTakeTheSameKernels) {
-  KDA_NEEDS_GPU();
+TEST_P(CudaReports, PERF_03_NewLengthsTakeTheSameKernels) {
   constexpr int64_t kMost = 8192;
   constexpr int kCalls = 200;
   const Case c = cases::generate(bf16_spec({1, kMost, 2, 2, 128, 128, 0, 0}));
-  const DeviceCase longest(forward_problem(c), c.inputs);
+  const DeviceCase longest = on_device(forward_problem(c), c.inputs);
   const std::vector<void*> expected = kernels_of(longest.plan(), longest.args());
   for (int i = 0; i < kCalls; ++i) {
     Problem problem = longest.plan().problem();
@@ -83,7 +82,7 @@ TEST(CudaReports, PERF_03_NewLengthsTakeTheSameKernels) {
       if (layout.present() && layout.rank >= 3 && layout.shape[1] == kMost)
         layout = {layout.dtype, 0, {}, {}};
     }
-    const Plan plan = make_plan(problem, {DeviceType::kCuda, 0}).value();
+    const Plan plan = make_plan(problem, device(), options()).value();
     EXPECT_LE(plan.workspace_bytes(), longest.plan().workspace_bytes());
     EXPECT_EQ(kernels_of(plan, longest.args()), expected) << "T = " << problem.sizes.T;
   }
@@ -91,8 +90,7 @@ TEST(CudaReports, PERF_03_NewLengthsTakeTheSameKernels) {
 
 // The report's shape, B1 T32768 H32 K = V = 128 in bf16. Nothing is kept between the directions;
 // inside, no call takes more than six times its inputs (g, beta and scores in fp32, states).
-TEST(CudaReports, MEM_03_LongContextsNeedAFewTimesTheirInputs) {
-  KDA_NEEDS_GPU();
+TEST_P(CudaReports, MEM_03_LongContextsNeedAFewTimesTheirInputs) {
   const Sizes sizes{1, 32768, 32, 32, 128, 128, 0, 0};
   for (const Operation operation : {Operation::kChunkForward, Operation::kChunkBackward}) {
     Problem problem = Problem::make(operation, sizes, DType::kBF16);
@@ -108,7 +106,8 @@ TEST(CudaReports, MEM_03_LongContextsNeedAFewTimesTheirInputs) {
         problem.set(spec.id, DType::kBF16);
       }
     }
-    const Plan plan = make_plan(problem, {DeviceType::kCuda, 0}).value();
+    const Plan plan = make_plan(problem, device(), options()).value();
+    count_call(plan.implementation());
     EXPECT_LE(plan.workspace_bytes(), static_cast<std::size_t>(6 * inputs)) << name_of(operation);
   }
 }

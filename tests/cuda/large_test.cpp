@@ -1,10 +1,13 @@
 // Sizes beyond 32 bits and beyond the limits of a grid.
 #include <algorithm>
+#include <cmath>
 
 #include <gtest/gtest.h>
 
+#include "compare.h"
 #include "cuda/device_case.h"
 #include "generate.h"
+#include "support/calls.h"
 
 namespace kda::test {
 namespace {
@@ -40,8 +43,8 @@ bool by_token(TensorId id) {
 }
 
 /// Sequence i of equal lengths, alone, gives the same bits.
-void expect_alone(const Case& c, const Problem& problem, const TensorMap& all, int64_t i,
-                  int64_t length) {
+void expect_alone(const Case& c, const Problem& problem, const Options& options,
+                  const TensorMap& all, int64_t i, int64_t length) {
   TensorMap inputs;
   for (const auto& [id, tensor] : c.inputs) {
     if (!problem.has(id) || id == kCuSeqlens) continue;
@@ -50,7 +53,7 @@ void expect_alone(const Case& c, const Problem& problem, const TensorMap& all, i
   Problem alone = problem;
   alone.sizes.T = length;
   alone.set(kCuSeqlens, DType::kNone);
-  DeviceCase device(alone, inputs);
+  DeviceCase device(alone, inputs, 0, options);
   device.run();
   for (const auto& [id, tensor] : device.outputs()) {
     const HostTensor part =
@@ -59,45 +62,46 @@ void expect_alone(const Case& c, const Problem& problem, const TensorMap& all, i
   }
 }
 
-TEST(CudaReports, VARLEN_09_ManySequencesTimesHeads) {
-  KDA_NEEDS_GPU();
+TEST_P(CudaReports, VARLEN_09_ManySequencesTimesHeads) {
   constexpr int64_t kCount = 2050;
   constexpr int64_t kLength = 16;
   CaseSpec spec;
-  spec.sizes = {1, kCount * kLength, 32, 32, 16, 16, 0, 0};
+  spec.sizes = {1, kCount * kLength, is_hopper() ? 1 : 32, 32, 16, 16, 0, 0};
   spec.io = DType::kBF16;
   spec.cu_seqlens = equal_lengths(kCount, kLength);
-  const Case c = cases::generate(spec);
+  const Case c = cases::generate(fitted(spec));
   for (const Problem& problem : {forward_problem(c), backward_problem(c)}) {
-    DeviceCase device(problem, c.inputs);
+    DeviceCase device = on_device(problem, c.inputs);
     device.run();
     const TensorMap all = device.outputs();
     for (const int64_t i : {int64_t{0}, int64_t{777}, kCount - 1}) {
-      expect_alone(c, problem, all, i, kLength);
+      expect_alone(c, problem, options(), all, i, kLength);
     }
   }
 }
 
-TEST(CudaReports, VARLEN_10_DecodeOfSeventyThousandSequences) {
-  KDA_NEEDS_GPU();
+TEST_P(CudaReports, VARLEN_10_DecodeOfSeventyThousandSequences) {
   constexpr int64_t kCount = 70000;
   CaseSpec spec;
   spec.sizes = {1, kCount, 1, 1, 16, 16, 0, 0};
+  if (is_hopper()) spec.sizes.K = spec.sizes.V = 128;
   spec.gradients = false;
+  spec.initial_state = !is_hopper();  // states of 128 x 128 take 4.6 GB
   spec.cu_seqlens = equal_lengths(kCount, 1);
   const Case c = cases::generate(spec);
-  const Problem problem = recurrent_problem(c);
-  DeviceCase device(problem, c.inputs);
+  Problem problem = recurrent_problem(c);
+  if (is_hopper()) problem.set(kFinalState, DType::kBF16);
+  DeviceCase device = on_device(problem, c.inputs);
   device.run();
   const TensorMap all = device.outputs();
   for (const int64_t i : {int64_t{0}, int64_t{65536}, kCount - 1}) {
-    expect_alone(c, problem, all, i, 1);
+    // One state alone is too few for Hopper rows; the generic one has the same bits.
+    expect_alone(c, problem, choosing("sm90,cuda"), all, i, 1);
   }
 }
 
 // slot x HV x K x V passes 2^31 from slot 2048 on.
-TEST(CudaReports, INDEX_04_PoolBeyondTwoToThe31Elements) {
-  KDA_NEEDS_GPU();
+TEST_P(CudaReports, INDEX_04_PoolBeyondTwoToThe31Elements) {
   KDA_NEEDS_MEMORY(10 * kGigabyte);
   constexpr int64_t kSlots = 2100;
   constexpr int64_t kHeads = 64;
@@ -106,7 +110,7 @@ TEST(CudaReports, INDEX_04_PoolBeyondTwoToThe31Elements) {
   spec.sizes = {3, 2, kHeads, kHeads, 128, 128, 0, 0};
   spec.gradients = false;
   Case c = cases::generate(spec);
-  DeviceCase small(recurrent_problem(c), c.inputs);
+  DeviceCase small = on_device(recurrent_problem(c), c.inputs);
   small.run();
   const TensorMap expected = small.outputs();
 
@@ -116,7 +120,7 @@ TEST(CudaReports, INDEX_04_PoolBeyondTwoToThe31Elements) {
   Problem problem = recurrent_problem(c);
   problem.sizes.P = kSlots;
   problem.set(kStateIndices, DType::kI32);
-  const Plan plan = make_plan(problem, {DeviceType::kCuda, 0}).value();
+  const Plan plan = make_plan(problem, device(), options()).value();
   const DeviceBuffer pool(kSlots * kSlotBytes);
   const DeviceBuffer device_indices(indices);
   for (std::size_t i = 0; i < slots.size(); ++i) {
@@ -128,6 +132,7 @@ TEST(CudaReports, INDEX_04_PoolBeyondTwoToThe31Elements) {
   args.in(kStateIndices, device_indices.address());
   args.in(kInitialState, pool.address()).out(kFinalState, pool.address());
   ASSERT_TRUE(plan.run(args).ok());
+  count_call(plan.implementation());
   require(cudaDeviceSynchronize());
   EXPECT_EQ(small.outputs().at(kO).bytes, expected.at(kO).bytes);
   std::vector<std::byte> slot(kSlotBytes);
@@ -209,8 +214,8 @@ class SlidingWindows {
 using Buffers = std::map<TensorId, DeviceBuffer>;
 
 /// Runs with outputs and a workspace of its own.
-Buffers outputs_of(const Problem& problem, Args args) {
-  const Plan plan = make_plan(problem, {DeviceType::kCuda, 0}).value();
+Buffers outputs_of(const Problem& problem, const Options& options, Args args) {
+  const Plan plan = make_plan(problem, {DeviceType::kCuda, 0}, options).value();
   Buffers outputs;
   for (const TensorSpec& spec : tensors_of(problem.operation)) {
     if (spec.role == Role::kInput || !problem.has(spec.id)) continue;
@@ -221,6 +226,7 @@ Buffers outputs_of(const Problem& problem, Args args) {
   args.workspace = workspace.address();
   args.workspace_bytes = plan.workspace_bytes();
   if (Status status = plan.run(args); !status.ok()) throw Error(status);
+  count_call(plan.implementation());
   require(cudaDeviceSynchronize());
   return outputs;
 }
@@ -231,41 +237,72 @@ std::vector<std::byte> bytes_at(const DeviceBuffer& buffer, std::size_t offset, 
   return bytes;
 }
 
-constexpr std::size_t kStateBytes =
-    std::size_t{4} * SlidingWindows::kHeads * SlidingWindows::kDim * SlidingWindows::kDim;
+/// The state behind the first `tokens`.
+Buffers state_behind(const SlidingWindows& windows, const Options& options, int64_t tokens) {
+  Problem problem = windows.problem(Operation::kChunkForward, tokens);
+  problem.set(kO, DType::kBF16).set(kFinalState, DType::kF32);
+  return outputs_of(problem, options, windows.args(0));
+}
 
 // T HV K and NC HV K V pass 2^31. The last chunk again, from the state that entered it.
-TEST(CudaReports, INDEX_01_SequenceBeyondTwoToThe31Elements) {
-  KDA_NEEDS_GPU();
+TEST_P(CudaReports, INDEX_01_SequenceBeyondTwoToThe31Elements) {
   KDA_NEEDS_MEMORY(95 * kGigabyte);
   constexpr int64_t kTokens = 180224;
+  const DType h = is_hopper() ? DType::kBF16 : DType::kF32;
   const SlidingWindows windows;
+  const Buffers before = state_behind(windows, options(), kTokens - 64);
   Problem problem = windows.problem(Operation::kChunkForward, kTokens);
-  problem.set(kO, DType::kBF16).set(kH, DType::kF32);
-  const Buffers whole = outputs_of(problem, windows.args(0));
+  problem.set(kO, DType::kBF16).set(kH, h);
+  const Buffers whole = outputs_of(problem, options(), windows.args(0));
+  const std::vector<int64_t> shape{1, SlidingWindows::kHeads, SlidingWindows::kDim,
+                                   SlidingWindows::kDim};
+  const HostTensor entered = cases::converted(before.at(kFinalState).store(DType::kF32, shape), h);
+  const std::size_t row = entered.bytes.size();
+  EXPECT_TRUE(std::equal(entered.bytes.begin(), entered.bytes.end(),
+                         bytes_at(whole.at(kH), (kTokens / 64 - 1) * row, row).begin()));
 
   Problem last = windows.problem(Operation::kChunkForward, 64);
   last.set(kO, DType::kBF16).set(kInitialState, DType::kF32);
   Args args = windows.args(kTokens - 64);
-  args.in(kInitialState, whole.at(kH).at((kTokens / 64 - 1) * kStateBytes));
-  const Buffers tail = outputs_of(last, args);
+  args.in(kInitialState, before.at(kFinalState).address());
+  const Buffers tail = outputs_of(last, options(), args);
   constexpr std::size_t kRow = std::size_t{2} * SlidingWindows::kHeads * SlidingWindows::kDim;
   EXPECT_EQ(bytes_at(whole.at(kO), (kTokens - 64) * kRow, 64 * kRow),
             bytes_at(tail.at(kO), 0, 64 * kRow));
 }
 
+/// The same bits or, where the backward makes its states anew and rounds other products than the
+/// forward does, the limits of 7.3. Numbers that no output has are 0xFF in both.
+void expect_alike(const std::vector<std::byte>& a, const std::vector<std::byte>& b, DType dtype,
+                  bool within_limits, TensorId id) {
+  if (!within_limits) {
+    EXPECT_TRUE(a == b) << name_of(id);
+    return;
+  }
+  HostTensor x(dtype, {static_cast<int64_t>(a.size() / size_of(dtype))});
+  HostTensor y = x;
+  std::copy(a.begin(), a.end(), x.bytes.begin());
+  std::copy(b.begin(), b.end(), y.bytes.begin());
+  double error = 0;
+  double size = 0;
+  for (int64_t i = 0; i < x.count(); ++i) {
+    if (std::isnan(x.get(i)) && std::isnan(y.get(i))) continue;
+    error += (x.get(i) - y.get(i)) * (x.get(i) - y.get(i));
+    size += y.get(i) * y.get(i);
+  }
+  EXPECT_GT(size, 0) << name_of(id);
+  EXPECT_LE(std::sqrt(error / size), cases::limit_of(cases::Precision::kBF16, id)) << name_of(id);
+}
+
 // h, dh and the offsets of the gradients pass 2^31. The last chunk again, alone.
-TEST(CudaReports, INDEX_01_BackwardBeyondTwoToThe31Elements) {
-  KDA_NEEDS_GPU();
+TEST_P(CudaReports, INDEX_01_BackwardBeyondTwoToThe31Elements) {
   KDA_NEEDS_MEMORY(95 * kGigabyte);
   constexpr int64_t kTokens = 90112;
   constexpr int64_t kHeads = SlidingWindows::kHeads;
   constexpr int64_t kDim = SlidingWindows::kDim;
   constexpr int64_t kRow = 2 * kHeads * kDim;  // every second row is left out
   const SlidingWindows windows;
-  Problem forward = windows.problem(Operation::kChunkForward, kTokens);
-  forward.set(kO, DType::kBF16).set(kH, DType::kF32);
-  const Buffers states = outputs_of(forward, windows.args(0));
+  const Buffers before = state_behind(windows, options(), kTokens - 64);
 
   const auto with_gradients = [](Problem problem) {
     for (const TensorId id : {kDq, kDk, kDv, kDg}) {
@@ -274,23 +311,23 @@ TEST(CudaReports, INDEX_01_BackwardBeyondTwoToThe31Elements) {
     }
     return problem.set(kDbeta, DType::kF32);
   };
-  const Buffers whole = outputs_of(
-      with_gradients(windows.problem(Operation::kChunkBackward, kTokens)), windows.args(0));
+  const Buffers whole =
+      outputs_of(with_gradients(windows.problem(Operation::kChunkBackward, kTokens)), options(),
+                 windows.args(0));
 
   Problem last = with_gradients(windows.problem(Operation::kChunkBackward, 64));
   last.set(kInitialState, DType::kF32);
   Args args = windows.args(kTokens - 64);
-  args.in(kInitialState, states.at(kH).at((kTokens / 64 - 1) * kStateBytes));
-  const Buffers tail = outputs_of(last, args);
+  args.in(kInitialState, before.at(kFinalState).address());
+  const Buffers tail = outputs_of(last, options(), args);
   constexpr std::size_t kBytes = std::size_t{2} * (63 * kRow + kHeads * kDim);
   for (const TensorId id : {kDq, kDk, kDv, kDg}) {
-    EXPECT_EQ(bytes_at(whole.at(id), (kTokens - 64) * std::size_t{2} * kRow, kBytes),
-              bytes_at(tail.at(id), 0, kBytes))
-        << name_of(id);
+    expect_alike(bytes_at(whole.at(id), (kTokens - 64) * std::size_t{2} * kRow, kBytes),
+                 bytes_at(tail.at(id), 0, kBytes), DType::kBF16, is_hopper(), id);
   }
   constexpr std::size_t kScalars = std::size_t{4} * kHeads;
-  EXPECT_EQ(bytes_at(whole.at(kDbeta), (kTokens - 64) * kScalars, 64 * kScalars),
-            bytes_at(tail.at(kDbeta), 0, 64 * kScalars));
+  expect_alike(bytes_at(whole.at(kDbeta), (kTokens - 64) * kScalars, 64 * kScalars),
+               bytes_at(tail.at(kDbeta), 0, 64 * kScalars), DType::kF32, is_hopper(), kDbeta);
 }
 
 }  // namespace

@@ -39,13 +39,12 @@ std::vector<DeviceBuffer> fill_device(std::size_t rest) {
 }
 
 // Nothing is allocated for tuning or caches: with what the caller's tensors need, a call works.
-TEST(CudaReports, PERF_05_ANearlyFullDeviceIsEnough) {
-  KDA_NEEDS_GPU();
-  const Case c = cases::generate(packed_spec({0, 65, 65, 193, 300}));
-  DeviceCase before(backward_problem(c), c.inputs);
+TEST_P(CudaReports, PERF_05_ANearlyFullDeviceIsEnough) {
+  const Case c = cases::generate(fitted(packed_spec({0, 65, 65, 193, 300})));
+  DeviceCase before = on_device(backward_problem(c), c.inputs);
   before.run();
   const std::vector<DeviceBuffer> taken = fill_device(std::size_t{200} << 20);
-  DeviceCase device(backward_problem(c), c.inputs);
+  DeviceCase device = on_device(backward_problem(c), c.inputs);
   device.run();
   expect_same_bits(before.outputs(), device.outputs());
 }
@@ -67,16 +66,15 @@ TEST(CudaMemory, AFullDeviceIsAStatusAndTheNextCallWorks) {
 }
 
 // Calls with changing shapes leave no memory behind.
-TEST(CudaReports, MEM_01_ManyShapesLeaveNothingBehind) {
-  KDA_NEEDS_GPU();
-  const auto run_all = [] {
+TEST_P(CudaReports, MEM_01_ManyShapesLeaveNothingBehind) {
+  const auto run_all = [&] {
     for (int64_t i = 0; i < 20; ++i) {
       CaseSpec spec;
       spec.sizes = {1 + i % 3, 40 + 13 * i, 1, 2, 64, 32, 0, 0};
       spec.io = DType::kBF16;
-      const Case c = cases::generate(spec);
+      const Case c = cases::generate(fitted(spec));
       for (const Problem& problem : {forward_problem(c), backward_problem(c)}) {
-        DeviceCase(problem, c.inputs).run();
+        on_device(problem, c.inputs).run();
       }
     }
   };

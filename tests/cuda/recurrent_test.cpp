@@ -12,7 +12,7 @@
 #include "execute.h"
 #include "generate.h"
 #include "kda/backend.h"
-#include "support/guarded_run.h"
+#include "support/calls.h"
 
 namespace kda::test {
 namespace {
@@ -59,7 +59,7 @@ struct Decode {
     conditions.options.implementation = implementation;
     conditions.state_in_place = in_place;
     conditions.repeat = true;
-    return run_guarded(problem, c.inputs, conditions).value().outputs;
+    return run_counted(problem, c.inputs, conditions).value().outputs;
   }
 
   Case c;

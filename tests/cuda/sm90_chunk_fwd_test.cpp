@@ -2,15 +2,12 @@
 // under graph capture, and what it leaves to the generic row.
 #include <string>
 
-#include <fmt/format.h>
 #include <gtest/gtest.h>
 
-#include "check.h"
-#include "compare.h"
 #include "cuda/device_case.h"
+#include "cuda/hopper_case.h"
 #include "execute.h"
 #include "generate.h"
-#include "support/guarded_run.h"
 
 namespace kda::test {
 namespace {
@@ -25,13 +22,7 @@ using enum TensorId;
 constexpr DType kBF16 = DType::kBF16;
 constexpr DType kF16 = DType::kF16;
 
-Conditions on_hopper() {
-  Conditions conditions;
-  conditions.options = choosing("sm90_chunk_fwd");
-  conditions.device = {DeviceType::kCuda, 0};
-  conditions.repeat = true;
-  return conditions;
-}
+Conditions on_hopper() { return on_row("sm90_chunk_fwd"); }
 
 CaseSpec spec_of(Sizes sizes, DType io = kBF16, Family family = Family::kUnit) {
   CaseSpec spec;
@@ -51,24 +42,12 @@ Problem problem_of(const Case& c, bool exact) {
   return problem;
 }
 
-/// "" or what is further from the reference than 7.3 allows, for ill-conditioned families than
-/// rounding alone makes of the same inputs.
 std::string beyond_limits(const Case& c, const CaseSpec& spec, const TensorMap& results) {
   const TensorMap expected =
       cases::execute_operation(problem_of(c, true), c.inputs, {}, choosing("reference"))
           .value()
           .outputs;
-  const TensorMap emulated = cases::emulated_rounding(c, spec.io);
-  std::string text;
-  for (const auto& [id, reference] : expected) {
-    const TensorId row = id == kH ? kFinalState : id;
-    const cases::Difference d = cases::compare(c, row, results.at(id), reference);
-    const double limit = cases::limit_beside(emulated, c, id, reference, spec.io);
-    if (d.finite && d.ratio <= limit && d.block_ratio <= cases::kBlockFactor * limit) continue;
-    text += fmt::format("{}: ratio {:.3g}, worst block {:.3g}, limit {:.3g}{}; ", name_of(id),
-                        d.ratio, d.block_ratio, limit, d.finite ? "" : ", not finite");
-  }
-  return text;
+  return beyond(limits_beside_rounding(c, spec.io), c, results, expected);
 }
 
 void expect_right(const CaseSpec& spec, bool in_place = false) {
@@ -136,15 +115,6 @@ TEST(Sm90ChunkForward, Options) {
   }
 }
 
-/// The first `tokens` tokens of dimension 1.
-HostTensor prefix_of(const HostTensor& t, int64_t tokens) {
-  HostTensor part(t.dtype, t.shape);
-  part.shape[1] = tokens;
-  const auto row = static_cast<std::ptrdiff_t>(t.bytes.size()) / t.shape[1];
-  part.bytes.assign(t.bytes.begin(), t.bytes.begin() + row * tokens);
-  return part;
-}
-
 // Prefix caching: what comes later changes no bit of o, neither through its values nor, at 1000
 // nats a token, through another way of computing.
 TEST(Sm90ChunkForward, OfAPrefixNoBitDependsOnWhatFollows) {
@@ -154,7 +124,7 @@ TEST(Sm90ChunkForward, OfAPrefixNoBitDependsOnWhatFollows) {
     Case c = cases::generate(spec);
     const auto all = run_guarded(problem_of(c, false), c.inputs, on_hopper());
     ASSERT_TRUE(all.ok()) << all.status().message();
-    const HostTensor kept = prefix_of(all->outputs.at(kO), prefix);
+    const HostTensor kept = part_of(all->outputs.at(kO), 1, 0, prefix);
     for (const TensorId id : {kQ, kK, kV, kG, kBeta}) {
       HostTensor& tensor = c.inputs.at(id);
       const int64_t row = tensor.count() / tensor.shape[1];
@@ -164,7 +134,7 @@ TEST(Sm90ChunkForward, OfAPrefixNoBitDependsOnWhatFollows) {
     }
     const auto changed = run_guarded(problem_of(c, false), c.inputs, on_hopper());
     ASSERT_TRUE(changed.ok()) << changed.status().message();
-    EXPECT_EQ(prefix_of(changed->outputs.at(kO), prefix).bytes, kept.bytes) << prefix;
+    EXPECT_EQ(part_of(changed->outputs.at(kO), 1, 0, prefix).bytes, kept.bytes) << prefix;
   }
 }
 
@@ -187,18 +157,6 @@ TEST(Sm90ChunkForward, ReasonsNameTheFeature) {
   EXPECT_TRUE(names(reason(sizes, kBF16, [](Problem& p) { p.set(kAqk, kBF16); }), "Aqk"));
   EXPECT_TRUE(names(reason(sizes, kBF16, [](Problem& p) { p.set(kO, DType::kF32); }),
                     "fp32 tensors beside bf16 ones (o)"));
-}
-
-TEST(Sm90ChunkForward, UnalignedTensorsAreNamed) {
-  KDA_NEEDS_HOPPER();
-  const Case c = cases::generate(spec_of({1, 64, 1, 1, 64, 64, 0, 0}));
-  DeviceCase device(forward_problem(c), c.inputs, 0, choosing("sm90_chunk_fwd"));
-  Args args = device.args();
-  args.in(kK, device[kK].at(2));
-  const Status status = device.plan().run(args);
-  EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
-  EXPECT_EQ(status.message().rfind("k: ", 0), 0u) << status.message();
-  EXPECT_NO_THROW(device.run());
 }
 
 }  // namespace

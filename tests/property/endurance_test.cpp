@@ -2,18 +2,18 @@
 // of the first ones, and many threads at once.
 #include <unistd.h>
 
-#include <atomic>
 #include <cstring>
 #include <fstream>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include <gtest/gtest.h>
 
 #include "guard/buffer.h"
 #include "property/running.h"
+#include "support/calls.h"
 #include "support/steps.h"
+#include "support/together.h"
 
 namespace kda::test {
 namespace {
@@ -52,6 +52,7 @@ class Steps {
     if (plan->workspace_bytes() > workspace_.size()) workspace_.resize(plan->workspace_bytes());
     args.workspace = workspace_.data();
     args.workspace_bytes = workspace_.size();
+    count_call(plan->implementation());
     return plan->run(args).message();
   }
 
@@ -100,35 +101,10 @@ TEST(Endurance, TenThousandCallsLeaveNoMemoryBehind) {
 }
 
 TEST(Endurance, SixtyFourThreadsAtOnceGetTheirOwnBits) {
-  constexpr int kThreads = 64;
   constexpr int64_t kTurns = 12;
-  std::vector<uint64_t> expected;
-  {
-    Steps steps;
-    for (int64_t step = 0; step < kThreads + kTurns; ++step) {
-      ASSERT_EQ(steps.run(step), "");
-      expected.push_back(steps.fingerprint(step));
-    }
-  }
-  std::vector<std::string> reports(kThreads);
-  std::atomic<int> waiting{kThreads};
-  std::vector<std::thread> threads;
-  for (int i = 0; i < kThreads; ++i) {
-    threads.emplace_back([&, i] {
-      Steps steps;
-      --waiting;
-      while (waiting.load() > 0) std::this_thread::yield();
-      std::string& report = reports[static_cast<std::size_t>(i)];
-      for (int64_t step = i; step < i + kTurns && report.empty(); ++step) {
-        report = steps.run(step);
-        if (report.empty() && steps.fingerprint(step) != expected[static_cast<std::size_t>(step)]) {
-          report = "other bits in step " + std::to_string(step);
-        }
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  for (const std::string& report : reports) EXPECT_EQ(report, "");
+  expect_own_outputs<Steps>(
+      kTurns, [](Steps& steps, int64_t step) { return steps.run(step); },
+      [](Steps& steps, int64_t step) { return steps.fingerprint(step); });
 }
 
 }  // namespace

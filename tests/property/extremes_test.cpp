@@ -13,9 +13,9 @@ using cases::TensorMap;
 
 using enum TensorId;
 
-class Extremes : public PerDevice {};
+class Extremes : public Judged {};
 
-KDA_FOR_EACH_DEVICE(Extremes);
+KDA_FOR_EACH_FAMILY(Extremes);
 
 /// Gates whose parts leave the range of fp32, though the decay itself does not.
 struct FarGate {
@@ -45,13 +45,16 @@ constexpr FarGate kFar[] = {
     {"bound_flat", Gate::kLowerBound, -5, -200, HUGE_VAL},
 };
 
-/// Every third raw gate is `far.raw`, the others hardly decay at the largest slopes.
-Case far_case(const FarGate& far) {
+CaseSpec far_spec(const FarGate& far) {
   CaseSpec spec;
   spec.sizes = {1, 70, 1, 1, 16, 16, 0, 0};
   spec.gate = far.gate;
   spec.lower_bound = far.lower_bound;
-  Case c = cases::generate(spec);
+  return spec;
+}
+
+/// Every third raw gate is `far.raw`, the others hardly decay at the largest slopes.
+Case with_far_gates(Case c, const FarGate& far) {
   set_input(c, kALog, [&](int64_t) { return far.A_log; });
   set_input(c, kDtBias, [](int64_t) { return 0.0; });
   set_input(c, kG, [&](int64_t i) { return i % 3 == 0 ? far.raw : i % 3 == 1 ? -150.0 : -300.0; });
@@ -59,18 +62,20 @@ Case far_case(const FarGate& far) {
 }
 
 TEST_P(Extremes, GatesBeyondTheRangeOfFloats) {
-  for (const FarGate& far : kFar) expect_right(far_case(far), far.name);
+  for (const FarGate& far : kFar) {
+    expect_right(with_far_gates(make(far_spec(far)), far), far.name);
+  }
 }
 
 TEST_P(Extremes, GatesBeyondTheRangeOfFloatsTokenByToken) {
   for (const FarGate& far : kFar) {
-    const Case c = far_case(far);
+    const Case c = with_far_gates(cases::generate(fitted_to_decode(far_spec(far))), far);
     const TensorMap all = cases::reference_outputs(c).value();
     const TensorMap expected{{kO, all.at(kO)}, {kFinalState, all.at(kFinalState)}};
-    for (const std::string& family : tested_decoders()) {
-      const TensorMap results = run_operation(recurrent_problem(c), c.inputs, choosing(family));
-      EXPECT_EQ(beyond_limits(c, results, expected), "") << family << " " << far.name;
-    }
+    attempt([&] {
+      const TensorMap results = results_of(recurrent_problem(c), c.inputs);
+      EXPECT_EQ(beyond_limits(c, results, expected), "") << far.name;
+    });
   }
 }
 
@@ -90,13 +95,13 @@ TEST_P(Extremes, OneNormalisedChannelKeepsItsGradient) {
     }
     expect_right(c);
     const TensorMap expected = cases::reference_outputs(c).value();
-    for (const std::string& family : tested_families()) {
-      const TensorMap results = run_case(c, family);
+    attempt([&] {
+      const TensorMap results = results_of(c);
       for (const TensorId id : {kDq, kDk}) {  // small numbers, so without the floor of (7.1)
         EXPECT_LT(cases::compare(c, id, results.at(id), expected.at(id)).max_error, 1e-5)
-            << family << " " << name_of(id);
+            << name_of(id);
       }
-    }
+    });
   }
 }
 

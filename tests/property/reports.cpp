@@ -8,7 +8,7 @@ using cases::Case;
 using cases::CaseSpec;
 using cases::HostTensor;
 
-KDA_FOR_EACH_DEVICE(Reports);
+KDA_FOR_EACH_FAMILY(Reports);
 
 CaseSpec small_spec(int64_t T) {
   CaseSpec spec;

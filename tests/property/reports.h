@@ -5,12 +5,12 @@
 #include <string>
 #include <vector>
 
-#include "property/per_device.h"
+#include "property/judging.h"
 
 namespace kda::test {
 
-/// Tests named after the reports' ids, on every implementation of each device.
-class Reports : public PerDevice {};
+/// Tests named after the reports' ids.
+class Reports : public Judged {};
 
 /// One gradient-bearing case with H = HV = 1, K = V = 64, fp32 unless changed.
 cases::CaseSpec small_spec(int64_t T);

@@ -10,6 +10,7 @@
 
 #include "guard/device_run.h"
 #include "property/reports.h"
+#include "support/calls.h"
 
 namespace kda::test {
 namespace {
@@ -17,6 +18,7 @@ namespace {
 using cases::Case;
 using cases::CaseSpec;
 using cases::HostTensor;
+using cases::OutputTypes;
 using cases::TensorMap;
 
 using enum TensorId;
@@ -27,7 +29,7 @@ TEST_P(Reports, VARLEN_01_LastSequenceOfOneToken) {
     CaseSpec spec = small_spec(1024);
     spec.sizes.V = 32;
     spec.cu_seqlens = cu;
-    expect_right(cases::generate(spec));
+    expect_right(make(spec));
   }
 }
 
@@ -40,10 +42,10 @@ TEST_P(Reports, VARLEN_03_EmptySequencesAnywhere) {
     spec.sizes.K = 16;
     spec.sizes.V = 8;
     spec.cu_seqlens = cu;
-    const Case c = cases::generate(spec);
+    const Case c = make(spec);
     expect_right(c);
-    for (const std::string& family : tested_families()) {
-      const TensorMap results = run_case(c, family);
+    attempt([&] {
+      const TensorMap results = results_of(c);
       for (std::size_t n = 0; n + 1 < cu.size(); ++n) {
         if (cu[n] != cu[n + 1]) continue;
         const auto row = static_cast<int64_t>(n);
@@ -54,7 +56,7 @@ TEST_P(Reports, VARLEN_03_EmptySequencesAnywhere) {
                              row_of(c.inputs.at(kDfinalState), row)),
                   "");
       }
-    }
+    });
   }
 }
 
@@ -67,7 +69,7 @@ TEST_P(Reports, VARLEN_07_ManyShortSequences) {
     CaseSpec spec = small_spec(cu.back());
     spec.sizes.K = spec.sizes.V = 16;
     spec.cu_seqlens = cu;
-    expect_right(cases::generate(spec));
+    expect_right(make(spec));
   }
 }
 
@@ -78,36 +80,37 @@ TEST_P(Reports, VARLEN_09_ThousandsOfSequences) {
   spec.sizes.H = spec.sizes.HV = 4;
   spec.sizes.K = spec.sizes.V = 4;
   spec.cu_seqlens = cu;
-  const Case c = cases::generate(spec);
-  for (const std::string& family : tested_families()) {
-    const TensorMap together = run_case(c, family);
+  const Case c = make(spec);
+  attempt([&] {
+    const TensorMap together = results_of(c);
     for (std::size_t n = 0; n < 2050; n += 103) {
-      const TensorMap alone = run_case(sequence_of(c, n), family);
+      const TensorMap alone = results_of(sequence_of(c, n));
       for (const TensorId id : {kO, kDq, kDk, kDv, kDg, kDbeta}) {
         EXPECT_EQ(other_bits(tokens_of(together.at(id), 0, cu[n], cu[n + 1]), alone.at(id)), "");
       }
     }
-  }
+  });
 }
 
 TEST_P(Reports, VARLEN_10_DecodeOfThousandsOfSequences) {
   for (const auto& [B, HV] : {std::pair<int64_t, int64_t>{4096, 8}, {70000, 1}}) {
     CaseSpec spec = small_spec(1);
     spec.sizes = {.B = B, .T = 1, .H = HV, .HV = HV, .K = 4, .V = 4};
+    if (is_hopper()) spec.sizes = {.B = 2100, .T = 1, .H = 1, .HV = 1, .K = 128, .V = 128};
     spec.gradients = false;
-    const Case c = cases::generate(spec);
+    const Case c = make(spec);
     const TensorMap expected = cases::reference_outputs(c).value();
-    for (const std::string& family : tested_decoders()) {
-      const TensorMap results = run_operation(recurrent_problem(c), c.inputs, choosing(family));
-      EXPECT_EQ(beyond_limits(c, results, expected), "") << family;
-    }
+    attempt([&] {
+      const TensorMap results = results_of(recurrent_problem(c), c.inputs);
+      EXPECT_EQ(beyond_limits(c, results, expected), "");
+    });
   }
 }
 
 TEST_P(Reports, VARLEN_11_DocumentsDoNotLeak) {
   CaseSpec spec = small_spec(200);
   spec.cu_seqlens = {0, 100, 200};
-  const Case c = cases::generate(spec);
+  const Case c = make(spec);
   Case other = c;
   for (const TensorId id : {kQ, kK, kV, kG, kBeta, kDo}) {
     const int64_t half = c.inputs.at(id).count() / 2;
@@ -116,16 +119,16 @@ TEST_P(Reports, VARLEN_11_DocumentsDoNotLeak) {
       return i < half ? 0.5 * x : x;
     });
   }
-  for (const std::string& family : tested_families()) {
-    const TensorMap before = run_case(c, family);
-    const TensorMap after = run_case(other, family);
-    const TensorMap alone = run_case(sequence_of(c, 1), family);
+  attempt([&] {
+    const TensorMap before = results_of(c);
+    const TensorMap after = results_of(other);
+    const TensorMap alone = results_of(sequence_of(c, 1));
     for (const TensorId id : {kO, kDq, kDk, kDv, kDg, kDbeta}) {
       const HostTensor second = tokens_of(before.at(id), 0, 100, 200);
-      EXPECT_EQ(other_bits(second, tokens_of(after.at(id), 0, 100, 200)), "") << family;
-      EXPECT_EQ(other_bits(second, alone.at(id)), "") << family;
+      EXPECT_EQ(other_bits(second, tokens_of(after.at(id), 0, 100, 200)), "");
+      EXPECT_EQ(other_bits(second, alone.at(id)), "");
     }
-  }
+  });
 }
 
 // CUDA reads the list on the device only: tests/cuda/contract_test.cpp.
@@ -139,7 +142,7 @@ TEST(ReportsOnCpu, VARLEN_12_WrongListsAreRefusedAtRunTime) {
               [&](int64_t i) { return static_cast<double>(wrong[static_cast<std::size_t>(i)]); });
     for (const std::string& family : families_of_cpu()) {
       for (Problem problem : {forward_problem(c), backward_problem(c), recurrent_problem(c)}) {
-        const auto result = run_guarded(problem, c.inputs, choosing(family));
+        const auto result = run_counted(problem, c.inputs, choosing(family));
         EXPECT_EQ(result.status().code(), StatusCode::kInvalidArgument) << family;
         EXPECT_EQ(result.status().message().rfind("cu_seqlens[", 0), 0u)
             << result.status().message();
@@ -158,7 +161,7 @@ TEST_P(Reports, VARLEN_13_ShortSequencesAmongPoison) {
   }
   CaseSpec spec = small_spec(cu.back() + 5);
   spec.cu_seqlens = cu;
-  const Case clean = cases::generate(spec);
+  const Case clean = make(spec);
   for (const double poison : {std::nan(""), 1e30}) {
     Case c = clean;
     for (const TensorId id : {kQ, kK, kV, kG, kBeta, kDo}) {
@@ -170,16 +173,16 @@ TEST_P(Reports, VARLEN_13_ShortSequencesAmongPoison) {
         return poisoned ? x : clean.inputs.at(id).get(i);
       });
     }
-    for (const std::string& family : tested_families()) {
-      const TensorMap results = run_case(c, family);
+    attempt([&] {
+      const TensorMap results = results_of(c);
       for (std::size_t n = 0; n < cu.size() - 1; n += 2) {
-        const TensorMap alone = run_case(sequence_of(clean, n), family);
+        const TensorMap alone = results_of(sequence_of(clean, n));
         for (const TensorId id : {kO, kDq, kDk, kDv, kDg, kDbeta}) {
           EXPECT_EQ(other_bits(tokens_of(results.at(id), 0, cu[n], cu[n + 1]), alone.at(id)), "")
-              << family << " " << name_of(id);
+              << name_of(id);
         }
       }
-    }
+    });
   }
 }
 
@@ -187,37 +190,37 @@ TEST_P(Reports, VARLEN_15_DecayStartsAnewInEachSequence) {
   CaseSpec spec = small_spec(128);
   spec.cu_seqlens = {0, 65, 128};
   spec.initial_state = spec.gradients = false;
-  Case c = cases::generate(spec);
+  Case c = make(spec);
   for (const TensorId id : {kQ, kK}) {
     set_input(c, id, [](int64_t i) { return i % 64 == 3 ? 1.0 : 0.0; });
   }
   set_input(c, kG, [](int64_t) { return -1.0; });
   set_input(c, kV, [](int64_t) { return 1.0; });
   set_input(c, kBeta, [](int64_t) { return 1.0; });
-  for (const std::string& family : tested_families()) {
-    const HostTensor o = run_case(c, family).at(kO);
+  attempt([&] {
+    const HostTensor o = results_of(c).at(kO);
     for (const int64_t first : {0, 65}) {
-      for (int64_t v = 0; v < 64; ++v) EXPECT_EQ(o.get(first * 64 + v), 0.125) << family;
+      for (int64_t v = 0; v < 64; ++v) EXPECT_EQ(o.get(first * 64 + v), 0.125);
     }
-  }
+  });
 }
 
 TEST_P(Reports, VARLEN_16_EitherIntegerTypeAndStride) {
   CaseSpec spec = small_spec(130);
   spec.cu_seqlens = {0, 65, 65, 128};
-  const Case wide = cases::generate(spec);
+  const Case wide = make(spec);
   spec.cu_dtype = DType::kI32;
-  const Case narrow = cases::generate(spec);
-  for (const std::string& family : tested_families()) {
-    Conditions padded = choosing(family);
-    padded.arrangement = Arrangement::kPadded;
-    const TensorMap expected = run_case(wide, family);
-    EXPECT_EQ(other_bits(run_case(narrow, family), expected), "");
+  const Case narrow = make(spec);
+  attempt([&] {
+    Conditions padded = choosing(family());
+    padded.arrangement = is_hopper() ? Arrangement::kAligned : Arrangement::kPadded;
+    const TensorMap expected = results_of(wide);
+    EXPECT_EQ(other_bits(results_of(narrow), expected), "");
     for (padded.seed = 1; padded.seed < 6; ++padded.seed) {
       EXPECT_EQ(other_bits(run_case(narrow, padded), expected), "");
       EXPECT_EQ(other_bits(run_case(wide, padded), expected), "");
     }
-  }
+  });
 }
 
 TEST_P(Reports, GVA_01_GVA_02_GroupedHeads) {
@@ -228,22 +231,22 @@ TEST_P(Reports, GVA_01_GVA_02_GroupedHeads) {
     spec.sizes.K = 32;
     spec.io = DType::kBF16;
     spec.gradients = true;
-    expect_right(cases::generate(spec), "groups of " + std::to_string(G));
+    expect_right(make(spec), "groups of " + std::to_string(G));
   }
 }
 
-/// Runs a case with one tensor in the given strides, at an address that is a multiple of its
-/// element alone, and everything else contiguous.
+/// Runs a case with one tensor in the given strides, `offset` bytes behind a multiple of 16, and
+/// everything else contiguous. Throws kda::Error.
 HostTensor o_with_strides(const Case& c, const std::string& family, TensorId id,
-                          const std::array<int64_t, 4>& stride) {
+                          const std::array<int64_t, 4>& stride, std::size_t offset) {
   Problem problem = forward_problem(c);
   TensorLayout layout = problem.canonical_layout(id);
   layout.stride = stride;
   problem.set(id, layout);
   const HostTensor& values = c.inputs.at(id);
   const std::size_t size = size_of(layout.dtype);
-  std::vector<std::byte> memory(static_cast<std::size_t>(problem.bytes(id)) + 64, std::byte{0xFF});
-  std::byte* base = memory.data() + size;
+  cases::AlignedBytes memory(static_cast<std::size_t>(problem.bytes(id)) + offset, std::byte{0xFF});
+  std::byte* base = memory.data() + offset;
   std::array<int64_t, 4> shape{1, 1, 1, 1};
   std::copy_n(layout.shape.begin(), layout.rank, shape.begin());
   std::size_t at = 0;
@@ -251,8 +254,8 @@ HostTensor o_with_strides(const Case& c, const std::string& family, TensorId id,
     for (int64_t t = 0; t < shape[1]; ++t) {
       for (int64_t h = 0; h < shape[2]; ++h) {
         for (int64_t k = 0; k < shape[3]; ++k) {
-          const int64_t offset = b * stride[0] + t * stride[1] + h * stride[2] + k * stride[3];
-          std::memcpy(base + static_cast<std::size_t>(offset) * size,
+          const int64_t at_b = b * stride[0] + t * stride[1] + h * stride[2] + k * stride[3];
+          std::memcpy(base + static_cast<std::size_t>(at_b) * size,
                       values.bytes.data() + at++ * size, size);
         }
       }
@@ -279,53 +282,63 @@ HostTensor o_with_strides(const Case& c, const std::string& family, TensorId id,
   args.workspace_bytes = workspace.size();
   const bool on_host = conditions.device.type == DeviceType::kCpu;
   const Status status = on_host ? plan.run(args) : cases::run_on_device(plan, args, regions, {});
-  EXPECT_TRUE(status.ok()) << status.message();
+  if (!status.ok()) throw Error(status);
+  count_call(plan.implementation());
   return outputs.at(kO);
 }
 
-TEST_P(Reports, LAYOUT_01_PaddedRows) {
+/// Tests that move one tensor at a time.
+class ReportsOfStrides : public Reports {
+ protected:
+  /// o has the bits that it has from contiguous tensors, from an address that is a multiple of one
+  /// element alone and from one of 16 bytes.
+  void expect_same_from(const Case& c, TensorId id, const std::array<int64_t, 4>& stride) const {
+    attempt([&] {
+      const HostTensor plain = results_of(c).at(kO);
+      for (const std::size_t offset : {size_of(c.inputs.at(id).dtype), std::size_t{16}}) {
+        attempt([&] {
+          EXPECT_EQ(other_bits(plain, o_with_strides(c, family(), id, stride, offset)), "")
+              << name_of(id) << " at an offset of " << offset;
+        });
+      }
+    });
+  }
+};
+
+KDA_FOR_EACH_FAMILY(ReportsOfStrides);
+
+TEST_P(ReportsOfStrides, LAYOUT_01_PaddedRows) {
   CaseSpec spec = small_spec(70);
   spec.sizes = {.B = 2, .T = 70, .H = 2, .HV = 2, .K = 64, .V = 32};
   spec.gradients = false;
-  const Case c = cases::generate(spec);
-  for (const std::string& family : tested_families()) {
-    const HostTensor plain = run_case(c, family).at(kO);
-    for (const TensorId id : {kQ, kK}) {
-      const HostTensor o = o_with_strides(c, family, id, {70 * 512, 512, 64, 1});
-      EXPECT_EQ(other_bits(plain, o), "") << family;
-    }
-    // States as slices of a larger pool.
-    const HostTensor o = o_with_strides(c, family, kInitialState, {5 * 4096, 2048, 32, 1});
-    EXPECT_EQ(other_bits(plain, o), "") << family;
-  }
+  const Case c = make(spec);
+  const int64_t V = c.forward.sizes.V;
+  for (const TensorId id : {kQ, kK}) expect_same_from(c, id, {70 * 512, 512, 64, 1});
+  // States as slices of a larger pool.
+  expect_same_from(c, kInitialState, {5 * 2 * 64 * V, 64 * V, V, 1});
 }
 
-TEST_P(Reports, LAYOUT_03_TransposedGateValuesAndBeta) {
+TEST_P(ReportsOfStrides, LAYOUT_03_TransposedGateValuesAndBeta) {
   CaseSpec spec = small_spec(70);
   spec.sizes = {.B = 2, .T = 70, .H = 2, .HV = 2, .K = 64, .V = 32};
   spec.gradients = false;
-  const Case c = cases::generate(spec);
-  for (const std::string& family : tested_families()) {
-    const HostTensor plain = run_case(c, family).at(kO);
-    EXPECT_EQ(other_bits(plain, o_with_strides(c, family, kG, {2 * 70 * 64, 64, 70 * 64, 1})), "");
-    EXPECT_EQ(other_bits(plain, o_with_strides(c, family, kV, {2 * 70 * 32, 32, 70 * 32, 1})), "");
-    EXPECT_EQ(other_bits(plain, o_with_strides(c, family, kBeta, {2 * 70, 1, 70, 0})), "");
-  }
+  const Case c = make(spec);
+  const int64_t V = c.forward.sizes.V;
+  expect_same_from(c, kG, {2 * 70 * 64, 64, 70 * 64, 1});
+  expect_same_from(c, kV, {2 * 70 * V, V, 70 * V, 1});
+  expect_same_from(c, kBeta, {2 * 70, 1, 70, 0});
 }
 
-TEST_P(Reports, LAYOUT_06_ViewsOfOneProjection) {
+TEST_P(ReportsOfStrides, LAYOUT_06_ViewsOfOneProjection) {
   CaseSpec spec = small_spec(70);
   spec.sizes = {.B = 1, .T = 70, .H = 8, .HV = 8, .K = 16, .V = 16};
   spec.io = spec.gate_dtype = DType::kBF16;
   spec.gradients = false;
-  const Case c = cases::generate(spec);
-  for (const std::string& family : tested_families()) {
-    const HostTensor plain = run_case(c, family).at(kO);
-    EXPECT_EQ(other_bits(plain, o_with_strides(c, family, kBeta, {70 * 40, 40, 1, 0})), "");
-    for (const TensorId id : {kQ, kK, kV}) {
-      EXPECT_EQ(other_bits(plain, o_with_strides(c, family, id, {70 * 392, 392, 16, 1})), "");
-    }
-  }
+  const Case c = make(spec);
+  const int64_t K = c.forward.sizes.K;
+  const int64_t row = 8 * 3 * K + 8;
+  expect_same_from(c, kBeta, {70 * 40, 40, 1, 0});
+  for (const TensorId id : {kQ, kK, kV}) expect_same_from(c, id, {70 * row, row, K, 1});
 }
 
 // A length that hung elsewhere, with zero-filled inputs.
@@ -333,31 +346,31 @@ TEST_P(Reports, RACE_04_LongZeroInputEnds) {
   CaseSpec spec = small_spec(16224);
   spec.sizes.K = spec.sizes.V = 8;
   spec.initial_state = spec.dfinal_state = false;
-  Case c = cases::generate(spec);
+  Case c = make(spec);
   for (const TensorId id : {kQ, kK, kV, kG, kBeta, kDo}) {
     set_input(c, id, [](int64_t) { return 0.0; });
   }
-  for (const std::string& family : tested_families()) {
-    for (const auto& [id, tensor] : run_case(c, family)) {
+  attempt([&] {
+    for (const auto& [id, tensor] : results_of(c)) {
       for (int64_t i = 0; i < tensor.count(); ++i) ASSERT_EQ(tensor.get(i), 0) << name_of(id);
     }
-  }
+  });
 }
 
 TEST_P(Reports, RACE_05_BatchCompositionChangesNoBit) {
   CaseSpec spec = small_spec(70);
   spec.sizes.B = 8;
   spec.sizes.K = 32;
-  const Case batch = cases::generate(spec);
-  for (const std::string& family : tested_families()) {
-    const TensorMap together = run_case(batch, family);
+  const Case batch = make(spec);
+  attempt([&] {
+    const TensorMap together = results_of(batch);
     for (const int64_t b : {0, 5, 7}) {
-      const TensorMap alone = run_case(part_of(batch, b, 0, 70, b), family);
+      const TensorMap alone = results_of(part_of(batch, b, 0, 70, b));
       for (const auto& [id, tensor] : alone) {
         EXPECT_EQ(other_bits(tensor, row_of(together.at(id), b)), "") << name_of(id);
       }
     }
-  }
+  });
 }
 
 TEST_P(Reports, DIM_01_DIM_02_DIM_05_HeadSizes) {
@@ -368,14 +381,15 @@ TEST_P(Reports, DIM_01_DIM_02_DIM_05_HeadSizes) {
     CaseSpec spec = small_spec(100);
     spec.sizes.K = K;
     spec.sizes.V = V;
+    if (is_hopper()) spec.io = DType::kBF16;
     const Case c = cases::generate(spec);
     expect_right(c, "K " + std::to_string(K) + " V " + std::to_string(V));
     const TensorMap expected = cases::reference_outputs(c).value();
-    for (const std::string& family : tested_decoders()) {
-      TensorMap results = run_operation(recurrent_problem(c), c.inputs, choosing(family));
+    attempt([&] {
+      TensorMap results = results_of(recurrent_problem(c), c.inputs);
       const TensorMap wanted{{kO, expected.at(kO)}, {kFinalState, expected.at(kFinalState)}};
-      EXPECT_EQ(beyond_limits(c, results, wanted), "") << family << " recurrent";
-    }
+      EXPECT_EQ(beyond_limits(c, results, wanted), "") << "recurrent";
+    });
   }
 }
 
@@ -383,7 +397,7 @@ TEST_P(Reports, DIM_04_ChunksOf32) {
   for (const int32_t C : {32, 64}) {
     CaseSpec spec = small_spec(100);
     spec.chunk_size = C;
-    expect_right(cases::generate(spec), "C " + std::to_string(C));
+    expect_right(make(spec), "C " + std::to_string(C));
   }
 }
 
@@ -392,7 +406,7 @@ TEST_P(Reports, DIM_08_ReducedGateParameters) {
     CaseSpec spec = small_spec(100);
     spec.gate = gate;
     spec.parameter_dtype = DType::kBF16;
-    const Case c = cases::generate(spec);
+    const Case c = make(spec);
     expect_right(c);
     const Problem problem = backward_problem(c);
     EXPECT_EQ(problem[kDALog].dtype, DType::kBF16);
@@ -404,21 +418,22 @@ TEST_P(Reports, DIM_08_ReducedGateParameters) {
 TEST_P(Reports, DIM_09_HalfPrecisionKeepsTheRangeOfStates) {
   CaseSpec spec = small_spec(130);
   spec.io = DType::kF16;
-  Case c = cases::generate(spec);
-  set_input(c, kInitialState, [](int64_t i) { return i == 65 ? 65536.0 : 0.0; });
+  Case c = make(spec);
+  if (is_hopper()) note_limit(family(), "states beyond 65504 between fp16 q, k and v");
+  const double large = is_hopper() ? 32768 : 65536;
+  set_input(c, kInitialState, [&](int64_t i) { return i == 65 ? large : 0.0; });
   set_input(c, kDo, [](int64_t) { return 0.0; });
   set_input(c, kDfinalState, [](int64_t) { return 0x1p-25; });
-  const TensorMap expected = cases::reference_outputs(c).value();
-  for (const std::string& family : tested_families()) {
-    const TensorMap results = run_case(c, family, {DType::kF32});
-    EXPECT_EQ(beyond_limits(c, results, expected), "") << family;
+  const OutputTypes types = is_hopper() ? OutputTypes{} : OutputTypes{DType::kF32};
+  expect_right(c, types, cases::reference_outputs(c).value(), "");
+  attempt([&] {
     double largest = 0;
-    const HostTensor& gradient = results.at(kDinitialState);
+    const HostTensor gradient = results_of(backward_problem(c, types), c.inputs).at(kDinitialState);
     for (int64_t i = 0; i < gradient.count(); ++i) {
       largest = std::max(largest, std::fabs(gradient.get(i)));
     }
     EXPECT_GT(largest, 0);
-  }
+  });
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "property/reports.h"
+#include "support/calls.h"
 
 namespace kda::test {
 namespace {
@@ -37,17 +38,17 @@ TEST_P(Reports, DECODE_01_PrefillAndDecodeAgree) {
   CaseSpec spec = small_spec(256);
   spec.io = DType::kBF16;
   spec.gradients = false;
-  const Case c = cases::generate(spec);
+  const Case c = cases::generate(fitted_to_decode(spec));
   const TensorMap expected = cases::reference_outputs(c).value();
   expect_right(c, "chunks");
-  for (const std::string& family : tested_decoders()) {
-    TensorMap results = run_operation(recurrent_problem(c), c.inputs, choosing(family));
-    EXPECT_EQ(beyond_limits(c, results, expected), "") << family << " step by step";
-    const TensorMap whole = run_case(c, family);
-    Hand hand{c, family, c.inputs.at(kInitialState), {}};
+  attempt([&] {
+    TensorMap results = results_of(recurrent_problem(c), c.inputs);
+    EXPECT_EQ(beyond_limits(c, results, expected), "") << "step by step";
+    const TensorMap whole = results_of(c);
+    Hand hand{c, family(), c.inputs.at(kInitialState), {}};
     hand.go(0, 128, true);
     hand.go(128, 256, true);
-    if (family != "reference") {  // whose state was rounded to fp32 on the way
+    if (!is_reference()) {  // whose state was rounded to fp32 on the way
       EXPECT_EQ(other_bits(tokens_of(whole.at(kO), 0, 128, 256), hand.last.at(kO)), "")
           << "a replay from a boundary of chunks repeats the tail";
     }
@@ -55,28 +56,28 @@ TEST_P(Reports, DECODE_01_PrefillAndDecodeAgree) {
     hand.go(0, 128, true);
     for (int64_t t = 128; t < 256; ++t) hand.go(t, t + 1, false);
     results[kFinalState] = hand.state;
-    EXPECT_EQ(beyond_limits(c, results, expected), "") << family << " prefill, then steps";
-  }
+    EXPECT_EQ(beyond(c, results, expected), "") << "prefill, then steps";
+  });
 }
 
 TEST_P(Reports, DECODE_02_OneMoreTokenIsOneStep) {
   for (const int64_t T : {1, 2, 63, 64, 65, 100, 128, 129}) {
     CaseSpec spec = small_spec(T);
     spec.gradients = false;
-    const Case c = cases::generate(spec);
+    const Case c = cases::generate(fitted_to_decode(spec));
     const TensorMap expected = cases::reference_outputs(c).value();
-    for (const std::string& family : tested_decoders()) {
-      Hand hand{c, family, c.inputs.at(kInitialState), {}};
+    attempt([&] {
+      Hand hand{c, family(), c.inputs.at(kInitialState), {}};
       hand.go(0, T - 1, true);
       hand.go(T - 1, T, false);
-      TensorMap results = run_case(c, family);
-      EXPECT_EQ(beyond_limits(c, results, expected), "") << family;
+      TensorMap results = results_of(c);
+      EXPECT_EQ(beyond(c, results, expected), "");
       results[kFinalState] = hand.state;
       std::copy(
           hand.last.at(kO).bytes.begin(), hand.last.at(kO).bytes.end(),
           results.at(kO).bytes.end() - static_cast<std::ptrdiff_t>(hand.last.at(kO).bytes.size()));
-      EXPECT_EQ(beyond_limits(c, results, expected), "") << family << " T " << T;
-    }
+      EXPECT_EQ(beyond(c, results, expected), "") << "T " << T;
+    });
   }
 }
 
@@ -87,18 +88,18 @@ TEST_P(Reports, STATE_01_BothStateLayouts) {
       spec.sizes.K = 128;
       spec.sizes.V = V;
       spec.state_v_first = v_first;
-      const Case c = cases::generate(spec);
+      const Case c = cases::generate(fitted_to_decode(spec));
       expect_right(c);
       const TensorMap expected = cases::reference_outputs(c).value();
-      for (const std::string& family : tested_decoders()) {
-        Hand hand{c, family, c.inputs.at(kInitialState), {}};
+      attempt([&] {
+        Hand hand{c, family(), c.inputs.at(kInitialState), {}};
         hand.go(0, 128, true);
         hand.go(128, 129, false);
         hand.go(129, 130, false);
         const cases::Difference d =
             cases::compare(c, kFinalState, hand.state, expected.at(kFinalState));
-        EXPECT_LT(d.ratio, 1e-5) << family;
-      }
+        EXPECT_LT(d.ratio, limit(1e-5, kFinalState));
+      });
     }
   }
 }
@@ -110,21 +111,21 @@ TEST_P(Reports, STATE_03_FinalStateOnlyIfAskedFor) {
         CaseSpec spec = small_spec(70);
         spec.initial_state = state;
         if (packed) spec.cu_seqlens = {0, 20, 70};
-        const Case c = cases::generate(spec);
+        const Case c = make(spec);
         const TensorMap expected = cases::reference_outputs(c).value();
         Problem problem = forward_problem(c);
         if (!asked) problem.set(kFinalState, DType::kNone);
-        for (const std::string& family : tested_families()) {
-          const TensorMap results = run_operation(problem, c.inputs, choosing(family));
+        attempt([&] {
+          const TensorMap results = results_of(problem, c.inputs);
           EXPECT_EQ(results.count(kFinalState), asked ? 1u : 0u);
           TensorMap wanted{{kO, expected.at(kO)}};
           if (asked) wanted[kFinalState] = expected.at(kFinalState);
-          EXPECT_EQ(beyond_limits(c, results, wanted), "") << family;
+          EXPECT_EQ(beyond(c, results, wanted), "");
           if (asked) {
             EXPECT_EQ(results.at(kFinalState).dtype, DType::kF32);
             EXPECT_EQ(results.at(kFinalState).shape[0], packed ? 2 : 1);
           }
-        }
+        });
       }
     }
   }
@@ -132,7 +133,7 @@ TEST_P(Reports, STATE_03_FinalStateOnlyIfAskedFor) {
 
 TEST_P(Reports, STATE_04_ReducedStatesAreTaken) {
   for (const DType dtype : {DType::kBF16, DType::kF16}) {
-    Case c = cases::generate(small_spec(100));
+    Case c = make(small_spec(100));
     give_input(c, kInitialState, cases::converted(c.inputs.at(kInitialState), dtype));
     give_input(c, kDfinalState, cases::converted(c.inputs.at(kDfinalState), dtype));
     expect_right(c);
@@ -143,12 +144,12 @@ TEST_P(Reports, STATE_05_TwoCallsAreEqualAndInputsStay) {
   for (const bool gradients : {false, true}) {
     CaseSpec spec = small_spec(100);
     spec.gradients = gradients;
-    const Case c = cases::generate(spec);
-    for (const std::string& family : tested_families()) {
-      Conditions conditions = choosing(family);
+    const Case c = make(spec);
+    attempt([&] {
+      Conditions conditions = choosing(family());
       conditions.repeat = true;  // the harness compares inputs and both results bit for bit
       run_case(c, conditions);
-    }
+    });
   }
 }
 
@@ -156,16 +157,16 @@ TEST_P(Reports, STATE_05_TwoCallsAreEqualAndInputsStay) {
 TEST_P(Reports, STATE_09_PoisonChangesNothing) {
   CaseSpec spec = small_spec(100);
   spec.gate = Gate::kSoftplus;
-  const Case c = cases::generate(spec);
-  for (const std::string& family : tested_families()) {
-    const Conditions conditions = choosing(family);
+  const Case c = make(spec);
+  attempt([&] {
+    const Conditions conditions = choosing(family());
     for (const Problem& problem : {forward_problem(c), backward_problem(c)}) {
       const auto clean =
           cases::execute_operation(problem, c.inputs, conditions.device, conditions.options);
       ASSERT_TRUE(clean.ok()) << clean.status().message();
-      EXPECT_EQ(other_bits(clean->outputs, run_operation(problem, c.inputs, conditions)), "");
+      EXPECT_EQ(other_bits(clean->outputs, results_of(problem, c.inputs)), "");
     }
-  }
+  });
 }
 
 // The decay of a whole chunk comes from its last row, whichever row that is.
@@ -173,22 +174,22 @@ TEST_P(Reports, STATE_11_ChunkDecayIsThatOfItsLastRow) {
   for (const int64_t T : {64, 128, 192, 192 + 61}) {
     CaseSpec spec = small_spec(T);
     spec.initial_state = spec.gradients = false;
-    Case c = cases::generate(spec);
+    Case c = make(spec);
     const auto decayed = [](int64_t t) { return t % 64 >= 57; };
     set_input(c, kG, [&](int64_t i) { return decayed(i / 64) ? -1.0 : 0.0; });
     set_input(c, kBeta, [](int64_t t) { return t == 0 ? 1.0 : 0.0; });
     double log_decay = 0;
     for (int64_t t = 1; t < T; ++t) log_decay -= decayed(t) ? 1 : 0;
-    for (const std::string& family : tested_families()) {
-      const HostTensor state = run_case(c, family).at(kFinalState);
+    attempt([&] {
+      const HostTensor state = results_of(c).at(kFinalState);
       for (int64_t k = 0; k < 64; ++k) {
         for (int64_t v = 0; v < 64; ++v) {
           const double exact =
               std::exp(log_decay) * c.inputs.at(kK).get(k) * c.inputs.at(kV).get(v);
-          EXPECT_NEAR(state.get(k * 64 + v), exact, 3e-6 * std::fabs(exact)) << family;
+          EXPECT_NEAR(state.get(k * 64 + v), exact, limit(3e-6, kFinalState) * std::fabs(exact));
         }
       }
-    }
+    });
   }
 }
 
@@ -196,29 +197,30 @@ TEST_P(Reports, PAGED_01_PAGED_02_NegativeIndexTouchesNoSlot) {
   CaseSpec spec = small_spec(1);
   spec.sizes.B = 2;
   spec.gradients = false;
-  const Case c = cases::generate(spec);
-  for (const std::string& family : tested_decoders()) {
+  const Case c = cases::generate(fitted_to_decode(spec));
+  attempt([&] {
     Problem problem = recurrent_problem(c);
     problem.sizes.P = 5;
     problem.set(kStateIndices, DType::kI32);
     TensorMap inputs = c.inputs;
-    HostTensor pool(DType::kF32, {5, 1, 64, 64});
+    HostTensor pool(DType::kF32, {5, problem.sizes.HV, problem.sizes.K, problem.sizes.V});
     for (int64_t i = 0; i < pool.count(); ++i) pool.set(i, static_cast<double>(i % 97));
     inputs[kInitialState] = pool;
     inputs[kStateIndices] = cases::from_doubles(DType::kI32, {2}, std::vector<double>{-1, 3});
-    Conditions conditions = choosing(family);
+    Conditions conditions = choosing(family());
     conditions.state_in_place = true;
     const TensorMap results = run_operation(problem, inputs, conditions);
     for (const int64_t slot : {0, 1, 2, 4}) {
       EXPECT_EQ(other_bits(row_of(pool, slot), row_of(results.at(kFinalState), slot)), "");
     }
     EXPECT_NE(other_bits(row_of(pool, 3), row_of(results.at(kFinalState), 3)), "");
-    for (int64_t v = 0; v < 64; ++v) EXPECT_EQ(results.at(kO).get(v), 0);
+    const int64_t row = problem.sizes.HV * problem.sizes.V;
+    for (int64_t i = 0; i < row; ++i) EXPECT_EQ(results.at(kO).get(i), 0);
 
     problem.set(kFinalState, DType::kNone);  // a draft is verified: the pool is only read
-    const TensorMap read = run_operation(problem, inputs, choosing(family));
+    const TensorMap read = results_of(problem, inputs);
     EXPECT_EQ(other_bits(read.at(kO), results.at(kO)), "");
-  }
+  });
 }
 
 // CUDA reads the slots on the device only: tests/cuda/contract_test.cpp.
@@ -236,7 +238,7 @@ TEST(ReportsOnCpu, PAGED_03_WrongSlotsAreRefused) {
       inputs[kStateIndices] = cases::from_doubles(DType::kI32, {2}, wrong);
       Conditions conditions = choosing(family);
       conditions.state_in_place = true;
-      const auto result = run_guarded(problem, inputs, conditions);
+      const auto result = run_counted(problem, inputs, conditions);
       EXPECT_EQ(result.status().code(), StatusCode::kInvalidArgument) << family;
       EXPECT_EQ(result.status().message().rfind("state_indices[", 0), 0u)
           << result.status().message();
@@ -261,15 +263,15 @@ TEST_P(Reports, PAGED_03_NoAcceptedTokenLeavesTheState) {
   CaseSpec spec = small_spec(4);
   spec.sizes.B = 4;
   spec.gradients = false;
-  const Case c = cases::generate(spec);
+  const Case c = cases::generate(fitted_to_decode(spec));
   const HostTensor& before = c.inputs.at(kInitialState);
-  for (const std::string& family : tested_decoders()) {
-    const TensorMap results = commit(c, family, {0, 1, 3, 4});
-    EXPECT_EQ(other_bits(row_of(before, 0), row_of(results.at(kFinalState), 0)), "") << family;
+  attempt([&] {
+    const TensorMap results = commit(c, family(), {0, 1, 3, 4});
+    EXPECT_EQ(other_bits(row_of(before, 0), row_of(results.at(kFinalState), 0)), "");
     for (int64_t n = 1; n < 4; ++n) {
-      EXPECT_NE(other_bits(row_of(before, n), row_of(results.at(kFinalState), n)), "") << family;
+      EXPECT_NE(other_bits(row_of(before, n), row_of(results.at(kFinalState), n)), "");
     }
-  }
+  });
 }
 
 // CUDA reads the counts on the device only: tests/cuda/recurrent_test.cpp.
@@ -290,30 +292,30 @@ TEST_P(Reports, PAGED_04_RejectedDraftsLeaveNoTrace) {
   for (const int64_t N : {1, 3, 7}) {
     CaseSpec spec = small_spec(N + 1);
     spec.gradients = false;
-    const Case c = cases::generate(spec);
+    const Case c = cases::generate(fitted_to_decode(spec));
     const Case draft = part_of(c, 0, 0, N, 0);
-    for (const std::string& family : tested_decoders()) {
+    attempt([&] {
       Problem verify = recurrent_problem(draft);
       verify.set(kFinalState, DType::kNone);
-      const HostTensor drafted = run_operation(verify, draft.inputs, choosing(family)).at(kO);
-      Hand steps{c, family, c.inputs.at(kInitialState), {}};
+      const HostTensor drafted = results_of(verify, draft.inputs).at(kO);
+      Hand steps{c, family(), c.inputs.at(kInitialState), {}};
       for (int64_t m = 0; m <= N; ++m) {
-        const TensorMap committed = commit(draft, family, {static_cast<double>(m)});
-        Hand next{c, family, committed.at(kFinalState), {}};
+        const TensorMap committed = commit(draft, family(), {static_cast<double>(m)});
+        Hand next{c, family(), committed.at(kFinalState), {}};
         const Hand ordinary = steps;
         steps.go(m, m + 1, false);
         next.go(m, m + 1, false);
         TensorMap expected{{kFinalState, ordinary.state}, {kO, steps.last.at(kO)}};
         const TensorMap results{{kFinalState, committed.at(kFinalState)}, {kO, next.last.at(kO)}};
-        if (family == "reference") {  // a step rounds its state to fp32, a commit only the last one
+        if (is_reference()) {  // a step rounds its state to fp32, a commit only the last one
           EXPECT_EQ(beyond_limits(part_of(c, 0, m, m + 1, 0), results, expected), "") << m;
         } else {
-          EXPECT_EQ(other_bits(results, expected), "") << family << " " << m << " of " << N;
+          EXPECT_EQ(other_bits(results, expected), "") << m << " of " << N;
         }
-        if (m == N || family == "reference") continue;
-        EXPECT_EQ(other_bits(tokens_of(drafted, 0, m, m + 1), steps.last.at(kO)), "") << family;
+        if (m == N || is_reference()) continue;
+        EXPECT_EQ(other_bits(tokens_of(drafted, 0, m, m + 1), steps.last.at(kO)), "");
       }
-    }
+    });
   }
 }
 
@@ -321,16 +323,16 @@ TEST_P(Reports, PAGED_04_RejectedDraftsLeaveNoTrace) {
 TEST_P(Reports, PAGED_06_CheckpointsAreFinalStates) {
   CaseSpec spec = small_spec(130);
   spec.gradients = false;
-  const Case c = cases::generate(spec);
-  for (const std::string& family : tested_families()) {
+  const Case c = make(spec);
+  attempt([&] {
     Problem problem = forward_problem(c);
     problem.set(kH, DType::kF32);
-    const TensorMap results = run_operation(problem, c.inputs, choosing(family));
+    const TensorMap results = results_of(problem, c.inputs);
     for (const int64_t chunk : {1, 2}) {
-      const TensorMap head = run_case(part_of(c, 0, 0, 64 * chunk, 0), family);
-      EXPECT_EQ(other_bits(row_of(results.at(kH), chunk), head.at(kFinalState)), "") << family;
+      const TensorMap head = results_of(part_of(c, 0, 0, 64 * chunk, 0));
+      EXPECT_EQ(other_bits(row_of(results.at(kH), chunk), head.at(kFinalState)), "");
     }
-  }
+  });
 }
 
 // Token by token, the state after any prefix is the final state of the call that ends there.
@@ -338,20 +340,19 @@ TEST_P(Reports, PAGED_06_StatesInsidePackedSequences) {
   CaseSpec spec = small_spec(327);
   spec.gradients = false;
   spec.cu_seqlens = {0, 63, 127, 327};
-  const Case c = cases::generate(spec);
-  for (const std::string& family : tested_decoders()) {
+  const Case c = cases::generate(fitted_to_decode(spec));
+  attempt([&] {
     for (const auto& counts : {std::vector<double>{63, 64, 64}, {0, 64, 128}, {63, 0, 200}}) {
-      const HostTensor states = commit(c, family, counts).at(kFinalState);
+      const HostTensor states = commit(c, family(), counts).at(kFinalState);
       for (int64_t n = 0; n < 3; ++n) {
         const int64_t begin = spec.cu_seqlens[static_cast<std::size_t>(n)];
         const auto count = static_cast<int64_t>(counts[static_cast<std::size_t>(n)]);
         const Case head = part_of(c, 0, begin, begin + count, n);
-        const TensorMap alone =
-            run_operation(recurrent_problem(head), head.inputs, choosing(family));
-        EXPECT_EQ(other_bits(row_of(states, n), alone.at(kFinalState)), "") << family << " " << n;
+        const TensorMap alone = results_of(recurrent_problem(head), head.inputs);
+        EXPECT_EQ(other_bits(row_of(states, n), alone.at(kFinalState)), "") << n;
       }
     }
-  }
+  });
 }
 
 }  // namespace

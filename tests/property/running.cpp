@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include "kda/backend.h"
+#include "support/calls.h"
 
 namespace kda::test {
 
@@ -48,7 +49,7 @@ Conditions choosing(const std::string& implementation) {
 
 TensorMap run_operation(const Problem& problem, const TensorMap& inputs,
                         const Conditions& conditions) {
-  return run_guarded(problem, inputs, conditions).value().outputs;
+  return run_counted(problem, inputs, conditions).value().outputs;
 }
 
 TensorMap run_case(const Case& c, const Conditions& conditions, OutputTypes types) {

@@ -1,7 +1,5 @@
 // Many threads at once: one plan shared, plans made meanwhile, OpenMP inside each.
-#include <atomic>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include <sys/wait.h>
@@ -11,6 +9,7 @@
 
 #include "kda/backend.h"
 #include "property/running.h"
+#include "support/together.h"
 
 namespace kda::test {
 namespace {
@@ -22,21 +21,6 @@ using cases::TensorMap;
 
 constexpr int kThreads = 8;
 constexpr int kTurns = 4;
-
-/// Starts `work(i)` on kThreads threads at the same time and waits for all.
-template <class Work>
-void together(const Work& work) {
-  std::atomic<int> waiting{kThreads};
-  std::vector<std::thread> threads;
-  for (int i = 0; i < kThreads; ++i) {
-    threads.emplace_back([&, i] {
-      --waiting;
-      while (waiting.load() > 0) std::this_thread::yield();
-      work(i);
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-}
 
 Case small_case() {
   CaseSpec spec;
@@ -77,7 +61,7 @@ TEST(Threads, RunOnePlanAtOnce) {
         options.threads = inner;
         const Plan plan = make_plan(problem, {}, options).value();
         std::vector<std::string> reports(kThreads);
-        together([&](int i) {
+        together(kThreads, [&](int i) {
           std::string& report = reports[static_cast<std::size_t>(i)];
           for (int turn = 0; turn < kTurns && report.empty(); ++turn) {
             TensorMap outputs;
@@ -95,7 +79,7 @@ TEST(Threads, MakePlansOfAllKindsAtOnce) {
   const Case c = small_case();
   const TensorMap expected = run_case(c, "cpu");
   std::vector<std::string> reports(kThreads);
-  together([&](int i) {
+  together(kThreads, [&](int i) {
     std::string& report = reports[static_cast<std::size_t>(i)];
     for (int turn = 0; turn < kTurns && report.empty(); ++turn) {
       switch (i % 4) {

@@ -47,6 +47,7 @@ def weights_of(x):
 @pytest.mark.parametrize("shape", [{}, dict(HV=4, K=128, V=128), dict(H=1, HV=3, K=40, V=24)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_all_gradients_match_the_recurrence(dtype, shape, lower_bound):
+    """GRAD-04, NUM-05, NUM-09, DIM-01, GVA-01, GVA-02."""
     x = inputs(dtype=dtype, **shape)
     weights = weights_of(x)
     gate = "softplus" if lower_bound is None else "lower_bound"
@@ -62,8 +63,18 @@ def test_all_gradients_match_the_recurrence(dtype, shape, lower_bound):
     assert all(name.startswith(("cuda_", "sm90_")) for name in native_kda.hits())
 
 
+@pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="not a Hopper GPU")
+@pytest.mark.parametrize("V", [128, 256])
+def test_what_runs_by_default_on_hopper(V):
+    x = inputs(K=128, V=V)
+    o, _ = native_kda.chunk_kda(**x, **FLAGS)
+    o.sum().backward()
+    assert native_kda.hits() == {"sm90_chunk_fwd": 1, "sm90_chunk_bwd": 1}
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_packed_equals_separate(dtype):
+    """VARLEN-03, VARLEN-11, VARLEN-16."""
     lengths = [5, 0, 64, 61]
     x = inputs(B=1, T=sum(lengths) + 3)
     x["initial_state"] = torch.randn(4, 2, 64, 64, device="cuda").requires_grad_()
@@ -142,12 +153,14 @@ def test_side_streams():
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU only")
 def test_second_device():
+    """DEV-01."""
     x = {n: t.to("cuda:1") for n, t in inputs().items()}
     o, _ = native_kda.chunk_kda(**x, **FLAGS)
     assert o.device.index == 1 and torch.cuda.current_device() == 0
 
 
 def test_tensors_elsewhere_are_named():
+    """DEV-01."""
     x = inputs()
     with pytest.raises(ValueError, match="beta: found on cpu:0, expected cuda:0"):
         native_kda.chunk_kda(**{**x, "beta": x["beta"].cpu()}, **FLAGS)
@@ -256,6 +269,7 @@ def test_state_scan_of_any_alignment():
 
 
 def test_memory_is_given_back():
+    """MEM-01."""
     x = inputs(T=1024)
     found(x, weights_of(x))
     torch.cuda.synchronize()

@@ -50,6 +50,7 @@ def weights_of(x, seed=1):
 @pytest.mark.parametrize("dtype, limits", [(torch.float32, reference.FP32),
                                            (torch.bfloat16, reference.BF16)])
 def test_all_gradients_match_the_recurrence(dtype, limits, lower_bound):
+    """GRAD-04, NUM-05, NUM-09, GVA-01, GVA-02: by the arguments of fla."""
     x = inputs(dtype=dtype)
     weights = weights_of(x)
     gate = "softplus" if lower_bound is None else "lower_bound"
@@ -67,6 +68,7 @@ def test_all_gradients_match_the_recurrence(dtype, limits, lower_bound):
 
 
 def test_negative_eigenvalues_double_the_sigmoid():
+    """BETA-01."""
     x = inputs(T=20)
     weights = weights_of(x)
     (o, _), wanted = expected(x, weights, gate="softplus", l2norm=True, beta_sigmoid=True,
@@ -99,6 +101,7 @@ def test_gradcheck():
 
 @pytest.mark.parametrize("wanted", NAMES)
 def test_only_the_gradient_that_is_asked_for(wanted):
+    """GRAD-06."""
     x = inputs(T=20)
     every = gradients(native_kda.chunk_kda(**x, **FLAGS, output_final_state=True), x, weights_of(x))
     for name, tensor in x.items():
@@ -213,6 +216,7 @@ def test_optional_inputs_in_every_combination():
 
 
 def test_packed_sequences_equal_separate_ones():
+    """VARLEN-03, VARLEN-11, VARLEN-16."""
     lengths = [5, 0, 64, 17]
     x = inputs(B=1, T=sum(lengths) + 3)
     states = torch.randn(4, 4, 16, 8).requires_grad_()
@@ -236,6 +240,7 @@ def test_packed_sequences_equal_separate_ones():
 
 
 def test_states_with_v_first():
+    """STATE-01."""
     x = inputs(T=20, grad=False)
     o, s = native_kda.chunk_kda(**x, **FLAGS, output_final_state=True)
     x["initial_state"] = x["initial_state"].transpose(-1, -2).contiguous()
@@ -296,6 +301,22 @@ def test_autocast_aligns_the_dtypes():
         assert native_kda.chunk_kda(**x, **FLAGS)[0].dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_gate_parameters_of_another_dtype(dtype):
+    """DIM-08: taken as they are, their gradients come in the same dtype."""
+    x = inputs(T=30)
+    for name in ("A_log", "dt_bias"):
+        x[name] = x[name].detach().to(dtype).requires_grad_()
+    weights = weights_of(x)
+    (o, _), wanted = expected(x, weights, gate="softplus", l2norm=True, beta_sigmoid=True)
+    found = native_kda.chunk_kda(**x, **FLAGS, output_final_state=True)
+    assert ratio(o.detach(), found[0].detach()) < 1e-5
+    limit = 1e-2 if dtype == torch.bfloat16 else 1e-4
+    for name, gradient in gradients(found, x, weights).items():
+        assert gradient.dtype == x[name].dtype
+        assert ratio(wanted[name], gradient.double()) < limit, name
+
+
 def test_activation_checkpointing():
     from torch.utils.checkpoint import checkpoint
 
@@ -337,6 +358,7 @@ def test_final_state_is_none_exactly_when_not_asked_for(packed, with_state):
 
 
 def test_intermediate_states():
+    """PAGED-06."""
     x = inputs(T=130, grad=False)
     with pytest.raises(AssertionError, match="inference_mode"):
         native_kda.chunk_kda(**x, **FLAGS, return_intermediate_states=True)
@@ -358,6 +380,7 @@ def test_intermediate_states():
 
 
 def test_decode_continues_the_prefill():
+    """DECODE-01, DECODE-02."""
     x = inputs(T=40, grad=False)
     o, s = native_kda.chunk_kda(**x, **FLAGS, output_final_state=True)
     token = ("q", "k", "v", "g", "beta")
@@ -476,7 +499,7 @@ def test_meta_tensors_and_fake_tensors():
 
 
 def test_nothing_is_kept():
-    """Plans hold no tensor: after many shapes all memory is given back."""
+    """MEM-01. Plans hold no tensor: after many shapes all memory is given back."""
     x = inputs(T=64)
     for T in range(1, 65):
         part = {n: t[:, :T] if t.dim() > 2 and n != "initial_state" else t for n, t in x.items()}

@@ -174,7 +174,8 @@ TEST(MakePlan, NamesOfOtherOperationsAndDevicesAreUnsupported) {
   if (!has_rows_on(DeviceType::kCuda)) return;
   const Status reverse = supports(problem, {DeviceType::kCuda, 0}, choosing("reference"));
   EXPECT_EQ(reverse.code(), StatusCode::kUnsupported);
-  EXPECT_NE(reverse.message().find("; reference_chunk_fwd runs on cpu; choose cuda_chunk_fwd"),
+  EXPECT_NE(reverse.message().find("; reference_chunk_fwd runs on cpu; choose sm90_chunk_fwd or "
+                                   "cuda_chunk_fwd, or device cpu"),
             std::string::npos)
       << reverse.message();
 }

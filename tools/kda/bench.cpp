@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <ctime>
 #include <numeric>
 
 #include <fmt/format.h>
@@ -198,13 +197,8 @@ Result<Measured> measure(const Bench& bench, const Workload& workload, TensorMap
 
 void print_machine(const Bench& bench) {
   const BenchCommand& command = bench.command;
-  std::string machine;
-  for (const DeviceInfo& info : devices()) {
-    if (info.device == bench.device) machine = fmt::format("{}; {}", info.name, info.features);
-  }
-  const std::time_t now = std::time(nullptr);
-  std::string date(32, '\0');
-  date.resize(std::strftime(date.data(), date.size(), "%FT%TZ", std::gmtime(&now)));
+  const std::string machine = machine_of(bench.device);
+  const std::string date = now();
   if (command.common.json) {
     print_json({{"machine", machine},
                 {"device", name_of(bench.device)},

@@ -34,6 +34,12 @@ double limit_beside(const TensorMap& emulated, const Case& c, TensorId id, const
                     DType io);
 inline constexpr double kRoundingFactor = 1.5;
 
+/// Another look at a 16-bit output that failed, as at random problems (7.3): beside rounding_of,
+/// and where `spec` generated the case beside the usual size of what is a draw. Sets difference,
+/// limit and pass.
+void look_again(const Case& c, const CaseSpec* spec, const HostTensor& result,
+                const HostTensor& want, DType io, CheckedOutput& checked);
+
 /// Runs the case and compares every output with `expected`, or with the float64 reference where
 /// the case has none. On the CPU outputs are fp32 and held to the fp32 row, or fp64 and held to the
 /// float64 row if the float64 reference is what runs; on CUDA outputs have their public dtypes and

@@ -2,6 +2,7 @@
 
 #include <charconv>
 #include <cstdio>
+#include <ctime>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -142,6 +143,20 @@ Status check_common(const Common& common) {
 std::string name_of(const Device& device) {
   if (device.type == DeviceType::kCpu) return "cpu";
   return fmt::format("{}:{}", kda::name_of(device.type), device.index);
+}
+
+std::string machine_of(const Device& device) {
+  for (const DeviceInfo& info : devices()) {
+    if (info.device == device) return fmt::format("{}; {}", info.name, info.features);
+  }
+  return "";
+}
+
+std::string now() {
+  const std::time_t seconds = std::time(nullptr);
+  std::string text(32, '\0');
+  text.resize(std::strftime(text.data(), text.size(), "%FT%TZ", std::gmtime(&seconds)));
+  return text;
 }
 
 Result<DType> parse_dtype(const std::string& text, std::string_view option) {

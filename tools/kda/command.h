@@ -77,6 +77,7 @@ struct StressCommand {
   bool seconds_given = false;
   int64_t problems = 0;
   int64_t number = -1;  ///< the one problem to try; -1: all
+  std::string line;     ///< as in BenchCommand
 };
 
 int run(const RunCommand& command);
@@ -111,6 +112,12 @@ Status check_common(const Common& common);
 
 /// "cpu", "cuda:0".
 std::string name_of(const Device& device);
+
+/// What a device is: "NVIDIA H200; compute capability 9.0; 132 SMs".
+std::string machine_of(const Device& device);
+
+/// The time in UTC, "2026-11-30T09:20:00Z".
+std::string now();
 
 /// "bf16" -> kBF16, for the dtypes of q; otherwise kInvalidArgument, which names the option.
 Result<DType> parse_dtype(const std::string& text, std::string_view option = "--dtype");

@@ -263,7 +263,7 @@ int run_program(int argc, char** argv) {
   Common common;
   common.json = json;
   Commands commands;
-  commands.bench.line = command_line(argc, argv);
+  commands.bench.line = commands.stress.line = command_line(argc, argv);
   CLI::App app{"Kimi Delta Attention: compute, verify and time it", "kda"};
   app.footer(std::string(kExitCodes) + "\n\nExample: kda verify");
   app.set_version_flag("--version", std::string("kda ") + version());

@@ -10,6 +10,7 @@
 #include <nlohmann/json.hpp>
 
 #include "command.h"
+#include "kda/version.h"
 #include "progress.h"
 #include "stress/draw.h"
 #include "stress/judge.h"
@@ -235,7 +236,11 @@ class Stress {
                         {"skipped", tally.skipped},
                         {"reasons", tally.reasons}});
       }
-      print_json({{"seed", command_.seed},
+      print_json({{"machine", machines()},
+                  {"version", version()},
+                  {"date", now()},
+                  {"command", command_.line},
+                  {"seed", command_.seed},
                   {"problems", problems_},
                   {"calls", calls_},
                   {"failures", failures_},
@@ -257,6 +262,16 @@ class Stress {
     fmt::print("\nseed {}: {} problems, {} calls, {} failures in {:.1f} s{}\n", command_.seed,
                problems_, calls_, failures_, elapsed(),
                device_lost_ ? "; the device cannot be used any more" : "");
+  }
+
+  /// The devices of the rows, by name.
+  json machines() const {
+    json found = json::object();
+    for (const Row& row : rows_) {
+      const std::string name = name_of(row.device);
+      if (!found.contains(name)) found[name] = machine_of(row.device);
+    }
+    return found;
   }
 
   const StressCommand& command_;

@@ -225,9 +225,18 @@ void print_refusal(const Common& common, const Problem& problem, const Device& d
 }
 
 /// The device asked about, which check_request let pass: the verdicts of one that is not here say
-/// what else its implementations lack.
+/// what else its implementations lack. So do those of the GPU where the choice names rows there
+/// alone.
 Result<Device> device_of(const Common& common, const Problem& problem) {
-  return common.device == "auto" ? choose_device(common, problem) : parse_device(common.device);
+  if (common.device != "auto") return parse_device(common.device);
+  const Device gpu{DeviceType::kCuda, 0};
+  Result<Device> device = choose_device(common, problem);
+  const Options options = common.options();
+  if (device.ok() && !explain(problem, *device, options).ok() &&
+      explain(problem, gpu, options).ok()) {
+    return gpu;
+  }
+  return device;
 }
 
 /// Asks about one operation; sets `none` if nothing runs it.

@@ -1,12 +1,8 @@
 #include "cuda/generic/pipeline.h"
 
 #include <algorithm>
-#include <cstdint>
-#include <string_view>
 #include <utility>
 #include <vector>
-
-#include <fmt/format.h>
 
 #include "core/head_slices.h"
 
@@ -66,20 +62,6 @@ Tensor Pipeline::scalars(int64_t heads) {
 Tensor Pipeline::checkpoints() {
   const Sizes& sizes = problem_.sizes;
   return scratch_.tensor({problem_.chunk_rows(), sizes.HV, sizes.K, sizes.V});
-}
-
-void Pipeline::require_aligned(std::string_view name, std::initializer_list<TensorId> ids) {
-  constexpr std::uintptr_t kBytes = 16;
-  for (const TensorId id : ids) {
-    const void* const address = args_[id];
-    if (measuring_ || !status_.ok() || !has(id)) continue;
-    if (reinterpret_cast<std::uintptr_t>(address) % kBytes == 0) continue;
-    status_ = {
-        StatusCode::kInvalidArgument,
-        fmt::format("{}: found address {}, expected a multiple of {} for {}; move it or choose "
-                    "the implementation \"cuda\"",
-                    name_of(id), address, kBytes, name)};
-  }
 }
 
 Sequences Pipeline::sequences_in_chunks(int32_t C) {

@@ -4,7 +4,6 @@
 #include <array>
 #include <initializer_list>
 #include <memory>
-#include <string_view>
 
 #include "cuda/executor.h"
 #include "cuda/generic/stages.h"
@@ -38,9 +37,6 @@ class Pipeline {
 
   /// The sequences cut into chunks of C tokens; launches what fills their table.
   Sequences sequences_in_chunks(int32_t C);
-
-  /// kInvalidArgument unless the addresses of these tensors are multiples of 16, as `name` needs.
-  void require_aligned(std::string_view name, std::initializer_list<TensorId> ids);
 
   /// Launches, unless measuring or after a failure.
   template <class Params>

@@ -58,9 +58,10 @@ __device__ __forceinline__ float A_log_of(const GateParams& params, int64_t hv) 
 }
 
 __device__ __forceinline__ FastGate fast_gate_from(const GateParams& params, float A_log) {
-  constexpr float kLargest = 3.4e38f;
+  constexpr float kLargest = kMostNormal<float>;
   constexpr float kFar = 60;  // exp(A_log) exp(z), z < -87, is lost below this
-  const float slope = min_or_nan(expf(A_log), kLargest);
+  // As gate_slope: within the normal numbers, so that an infinite input stays one.
+  const float slope = max_or_nan(min_or_nan(expf(A_log), kLargest), kLeastNormal<float>);
   if (params.kind == kGateSoftplus) {
     const bool far = A_log > kFar;
     return {far, slope, far ? A_log * kLog2E : slope};

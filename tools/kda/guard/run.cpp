@@ -32,7 +32,8 @@ void set_strides(TensorLayout& layout, std::span<const std::size_t> order, int64
 Arrangement arrangement_of(const Conditions& conditions, TensorId id) {
   if (conditions.arrangement != Arrangement::kMixed) return conditions.arrangement;
   constexpr std::array kChoices = {Arrangement::kContiguous, Arrangement::kPadded,
-                                   Arrangement::kTransposed, Arrangement::kAligned};
+                                   Arrangement::kTransposed, Arrangement::kAligned,
+                                   Arrangement::kShifted};
   const Random random(conditions.seed, static_cast<uint64_t>(id));
   return kChoices[random.bits(30) % kChoices.size()];
 }
@@ -44,7 +45,7 @@ TensorLayout arranged(TensorLayout layout, Arrangement arrangement, uint64_t see
   std::array<std::size_t, 4> all{3, 2, 1, 0};  // fastest first
   const std::span<std::size_t> order =
       std::span(all).subspan(4 - static_cast<std::size_t>(layout.rank));
-  if (arrangement == Arrangement::kAligned) {
+  if (arrangement == Arrangement::kAligned || arrangement == Arrangement::kShifted) {
     const auto vector = static_cast<int64_t>(16 / size_of(layout.dtype));
     const auto last = static_cast<std::size_t>(layout.rank) - 1;
     set_strides(layout, order, 1, [&](std::size_t dim) {

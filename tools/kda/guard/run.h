@@ -18,6 +18,7 @@ enum class Arrangement {
   kPadded,      ///< gaps after every dimension, sometimes between elements; element alignment only
   kTransposed,  ///< as kPadded, with the dimensions in another order
   kAligned,     ///< views of wider rows: gaps of multiples of 16 bytes after the last dimension
+  kShifted,     ///< as kAligned, from addresses with element alignment only
   kMixed,       ///< each tensor one of the others
 };
 

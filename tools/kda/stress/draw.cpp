@@ -281,8 +281,9 @@ class Drawer {
     const int64_t aligned = model_ ? 85 : 45;
     draw_.arrangement = roll < plain     ? Arrangement::kContiguous
                         : roll < aligned ? Arrangement::kAligned
-                        : roll % 3 == 0  ? Arrangement::kPadded
-                        : roll % 3 == 1  ? Arrangement::kTransposed
+                        : roll % 4 == 0  ? Arrangement::kPadded
+                        : roll % 4 == 1  ? Arrangement::kTransposed
+                        : roll % 4 == 2  ? Arrangement::kShifted
                                          : Arrangement::kMixed;
     draw_.threads = static_cast<int32_t>(between(1, 4));
     draw_.repeat_threads = static_cast<int32_t>(between(1, 4));
@@ -319,8 +320,8 @@ class Drawer {
 };
 
 std::string_view name_of(Arrangement arrangement) {
-  constexpr std::array<std::string_view, 5> kNames = {"contiguous", "padded", "transposed",
-                                                      "aligned", "mixed"};
+  constexpr std::array<std::string_view, 6> kNames = {"contiguous", "padded",  "transposed",
+                                                      "aligned",    "shifted", "mixed"};
   return kNames[static_cast<std::size_t>(arrangement)];
 }
 

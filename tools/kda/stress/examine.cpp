@@ -157,8 +157,14 @@ class Examiner {
       limit += decay_rounding();
       if (within(d, limit)) return;
     }
+    double size = cases::rms(expected);  // the denominator of the ratio
     if (row != DType::kF64 && cases::is_a_draw(id, expected)) {
       cases::allow_for_chance(id, expected, usual_rms(id), d, limit);
+      if (within(d, limit)) return;
+      size = std::max(size, usual_rms(id));
+    }
+    if (row != DType::kF64 && id == kDg && problem_.operation == Operation::kChunkBackward) {
+      limit += cancellation_in_dg() / (size + cases::kLeastRms);
       if (within(d, limit)) return;
     }
     add(id,
@@ -181,6 +187,13 @@ class Examiner {
   double decay_rounding() {
     if (!deepest_) deepest_ = deepest_gamma(trial_);
     return std::numbers::ln2 * 0x1p-24 * *deepest_;
+  }
+
+  /// Absolute: the last bit in fp32 of the largest term that dg is a difference of, once for each
+  /// addition over a chunk, in either direction at random.
+  double cancellation_in_dg() {
+    if (!largest_term_) largest_term_ = largest_term_of_dg(trial_).value();
+    return std::sqrt(problem_.chunk_size) * 0x1p-24 * *largest_term_;
   }
 
   /// Of the reference over further draws of the same inputs.
@@ -307,6 +320,7 @@ class Examiner {
   const TensorMap& outputs_;
   std::map<TensorId, double> usual_;
   std::optional<double> deepest_;
+  std::optional<double> largest_term_;
   std::vector<Fault> faults_;
 };
 

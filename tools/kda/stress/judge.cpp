@@ -13,8 +13,11 @@ namespace {
 
 using cases::TensorMap;
 
+/// Whose kernels run by default where a row does not take the addresses.
+constexpr std::string_view kGenericFamily = "cuda";
+
 /// Rows that need aligned addresses say so at the run, which alone knows them, and refuse where
-/// they were chosen by name (docs/api.md).
+/// they were chosen by name. By default they are taken (docs/api.md).
 bool is_about_alignment(const Status& status, const ImplementationInfo& implementation) {
   return status.code() == StatusCode::kInvalidArgument &&
          status.message().find(fmt::format("expected a multiple of 16 for {}",
@@ -97,12 +100,18 @@ Judgement judge(const Trial& trial, const ImplementationInfo& implementation, co
   conditions.copies = trial.draw.copies;
   conditions.repeated = trial.draw.repeated;
   if (!trial.earlier.empty()) conditions.earlier = &trial.earlier;
+  std::string_view family = implementation.family;
   Result<cases::GuardedOutcome> outcome =
       run_guarded(trial.draw.problem, trial.inputs.inputs, conditions);
+  if (is_about_alignment(outcome.status(), implementation)) {
+    conditions.options.implementation.clear();
+    family = kGenericFamily;
+    outcome = run_guarded(trial.draw.problem, trial.inputs.inputs, conditions);
+  }
   Judgement judgement;
   if (outcome.ok()) {
     judgement.ran = true;
-    judgement.faults = faults_of(trial, implementation.family, outcome->outputs);
+    judgement.faults = faults_of(trial, family, outcome->outputs);
     if (trial.draw.dyed >= 0) {
       run_dyed(trial, conditions, outcome->outputs, judgement);
       run_with_nan(trial, conditions, judgement);
@@ -110,8 +119,7 @@ Judgement judge(const Trial& trial, const ImplementationInfo& implementation, co
     if (trial.draw.wrong_list) run_with_wrong_list(trial, conditions, judgement);
     return judgement;
   }
-  if (outcome.status().code() == StatusCode::kUnsupported ||
-      is_about_alignment(outcome.status(), implementation)) {
+  if (outcome.status().code() == StatusCode::kUnsupported) {
     judgement.refusal = outcome.status().message();
   } else {
     judgement.ran = true;

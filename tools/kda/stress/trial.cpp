@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <utility>
 
 #include "check.h"
@@ -10,6 +11,7 @@
 namespace kda::stress {
 
 using cases::Case;
+using cases::HostTensor;
 using cases::TensorMap;
 using enum TensorId;
 
@@ -23,6 +25,16 @@ Problem exact_problem(const Draw& draw) {
   }
   if (draw.state_in_place) problem.set(kInitialState, DType::kF64);
   return problem;
+}
+
+/// (3.1)
+void normalise(HostTensor& tensor) {
+  const int64_t K = tensor.shape.back();
+  for (int64_t row = 0; row < tensor.count(); row += K) {
+    double squares = 1e-6;
+    for (int64_t i = row; i < row + K; ++i) squares += tensor.get(i) * tensor.get(i);
+    for (int64_t i = row; i < row + K; ++i) tensor.set(i, tensor.get(i) / std::sqrt(squares));
+  }
 }
 
 }  // namespace
@@ -42,6 +54,30 @@ Result<TensorMap> expected_of(const Draw& draw, const TensorMap& inputs) {
   Result<cases::GuardedOutcome> outcome = run_guarded(exact_problem(draw), exact, conditions);
   if (!outcome.ok()) return outcome.status();
   return std::move(outcome->outputs);
+}
+
+Result<double> largest_term_of_dg(const Trial& trial) {
+  Draw draw = trial.draw;
+  Problem& problem = draw.problem;
+  TensorMap inputs = trial.inputs.inputs;
+  for (const TensorId id : {kQ, kK, kV, kDo}) {  // of one type
+    problem.set(id, DType::kF64);
+    inputs.at(id) = cases::converted(inputs.at(id), DType::kF64);
+  }
+  if (problem.qk_l2norm) {
+    for (const TensorId id : {kQ, kK}) normalise(inputs.at(id));
+  }
+  problem.qk_l2norm = false;
+  problem.set(kDq, DType::kF64).set(kDk, DType::kF64);
+  Result<TensorMap> outputs = expected_of(draw, inputs);
+  if (!outputs.ok()) return outputs.status();
+  double largest = 0;
+  for (const auto& [rows, gradient] : {std::pair{kQ, kDq}, std::pair{kK, kDk}}) {
+    for (int64_t i = 0; i < inputs.at(rows).count(); ++i) {
+      largest = std::max(largest, std::fabs(inputs.at(rows).get(i) * outputs->at(gradient).get(i)));
+    }
+  }
+  return largest;
 }
 
 DType coarser(DType a, DType b) {

@@ -23,6 +23,10 @@ Result<cases::TensorMap> expected_of(const Draw& draw, const cases::Case& inputs
 /// The same of other inputs.
 Result<cases::TensorMap> expected_of(const Draw& draw, const cases::TensorMap& inputs);
 
+/// Of a backward: the largest |q dq| or |k dk| of an element, q and k normalised if they are to be.
+/// dg is a difference of sums of these (2.14).
+Result<double> largest_term_of_dg(const Trial& trial);
+
 /// The one with fewer digits.
 DType coarser(DType a, DType b);
 

@@ -3,22 +3,25 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 
 #include <fmt/format.h>
 
 #include "core/head_slices.h"
-#include "cuda/generic/pipeline.h"
 #include "cuda/sm90/chunk_bwd/chunk_bwd_op.h"
 #include "cuda/sm90/chunk_bwd/grad.h"
 #include "cuda/sm90/chunk_bwd/instances/scan_instances.h"
 #include "cuda/sm90/chunk_fwd/config.h"
+#include "cuda/sm90/fallback.h"
 #include "cuda/sm90/requirements.h"
 
 namespace kda::cuda::sm90 {
 namespace {
 
 using enum TensorId;
+
+constexpr std::initializer_list<TensorId> kInUnits = {kQ, kK, kV, kG, kDo, kDq, kDk, kDv, kDg};
 
 constexpr int kMostExponent = 32;  ///< do times 2^e has to stay within the range of bf16
 
@@ -45,21 +48,36 @@ Tensor scratch_bf16(Pipeline& run, const int64_t (&shape)[4]) {
   return t;
 }
 
-/// v_new, h and R, dh of both walks, into `grad`.
+/// grad writes dq and dk of the inputs itself.
+bool writes_keys(const Problem& problem) {
+  const DType dtype = problem[kDq].dtype;
+  return problem.sizes.HV == problem.sizes.H && problem.has(kDq) && problem.has(kDk) &&
+         dtype == problem[kDk].dtype && (dtype == DType::kBF16 || dtype == DType::kF32);
+}
+
+/// v_new has room in dq, of which grad writes a chunk once it has read the same one of v_new.
+bool fits_dq(Pipeline& run) {
+  const Problem& problem = run.problem();
+  const Sizes& s = problem.sizes;
+  return writes_keys(problem) && problem[kDq].dtype == DType::kBF16 && s.K == s.V &&
+         *tile_obstacle(run[kDq], s) == '\0';
+}
+
+/// v_new, h and R, dh of both walks, into `grad`, which knows its sequences.
 void walk(Pipeline& run, const PrepParams& prep, GradParams& grad) {
   const Sizes& s = run.problem().sizes;
   const Scale scale = split(run.scale());
   ScanParams scan;
   scan.records = prep.records;
   scan.sequences = prep.sequences;
-  scan.h_rows = prep.sequences.offsets;
-  scan.h_row_count = prep.sequences.chunk_rows;
+  scan.h_rows = grad.sequences.offsets;
+  scan.h_row_count = grad.sequences.chunk_rows;
   scan.heads = prep.heads;
-  scan.chunk_size = kChunk;
+  scan.chunk_size = kGradTokens;
   scan.side_by_side = 2;
-  const int64_t rows = prep.sequences.chunk_rows;
+  const int64_t rows = grad.sequences.chunk_rows;
   scan.v = run[kV];
-  scan.o = grad.v_new = scratch_bf16(run, {s.B, s.T, s.HV, s.V});
+  scan.o = grad.v_new = fits_dq(run) ? run[kDq] : scratch_bf16(run, {s.B, s.T, s.HV, s.V});
   scan.h = grad.h = scratch_bf16(run, {rows, s.HV, s.K, s.V});
   scan.initial_state = run.state(kInitialState);
   const BackwardScans kernels = s.K == 64 ? backward_scans_k64() : backward_scans_k128();
@@ -99,20 +117,19 @@ void sum_groups(Pipeline& run, const GradParams& grad) {
   run(launch_activate_bwd, sums);
 }
 
-/// grad writes dq and dk of the inputs itself.
-bool writes_keys(const Problem& problem) {
-  const DType dtype = problem[kDq].dtype;
-  return problem.sizes.HV == problem.sizes.H && problem.has(kDq) && problem.has(kDk) &&
-         dtype == problem[kDk].dtype && (dtype == DType::kBF16 || dtype == DType::kF32);
-}
-
 void chunk_bwd(Pipeline& run) {
   const Problem& problem = run.problem();
   const Sizes& s = problem.sizes;
-  run.require_aligned("sm90_chunk_bwd", {kQ, kK, kV, kG, kDo, kDq, kDk, kDv, kDg});
   const PrepParams prep = prepare_records(run, true);
   GradParams grad;
+  grad.sequences = run.sequences_in_chunks(kGradTokens);
   walk(run, prep, grad);
+  grad.records = prep.records;
+  grad.record_sequences = prep.sequences;
+  const int64_t rows = grad.sequences.chunk_rows;
+  const int64_t blocks = std::min<int64_t>(rows * s.HV, kMostGradBlocks);
+  grad.carry =
+      static_cast<float4*>(run.bytes(blocks, static_cast<std::size_t>(grad_carry_bytes(s.K))));
   grad.q = prep.q;
   grad.k = prep.k;
   grad.v = run[kV];
@@ -126,10 +143,9 @@ void chunk_bwd(Pipeline& run) {
   grad.dg = run[kDg];
   const bool parameters = problem.has(kDALog) || problem.has(kDdtBias);
   Tensor partial;
-  if (parameters) partial = run.scratch({prep.sequences.chunk_rows, s.HV, s.K + 1});
+  if (parameters) partial = run.scratch({2 * rows, s.HV, s.K + 1});
   grad.partial = static_cast<float*>(partial.data);
   grad.dbeta = run[kDbeta];
-  grad.sequences = prep.sequences;
   grad.heads = prep.heads;
   grad.scale = static_cast<float>(run.scale());
   grad.beta_factor = prep.beta_factor;
@@ -138,8 +154,8 @@ void chunk_bwd(Pipeline& run) {
   grad.beta_sigmoid = prep.beta_sigmoid;
   run(launch_grad, grad);
   if (parameters) {
-    run(launch_gate_reduce, GateReduceParams{partial, run[kDALog], run[kDdtBias],
-                                             prep.sequences.chunk_rows, prep.heads});
+    run(launch_gate_reduce,
+        GateReduceParams{partial, run[kDALog], run[kDdtBias], 2 * rows, prep.heads});
   }
   if (!direct) sum_groups(run, grad);
   run.finish();
@@ -166,11 +182,13 @@ std::string obstacle_of(const Problem& problem) {
   if (scale == 0 || !std::isfinite(scale) || std::abs(split(scale).exponent) > kMostExponent) {
     return fmt::format("scale = {} (2^-{} to 2^{} in size)", scale, kMostExponent, kMostExponent);
   }
-  return uneven_rows(problem, {kQ, kK, kV, kG, kDo, kDq, kDk, kDv, kDg});
+  return uneven_rows(problem, kInUnits);
 }
 
 /// Slices of heads, so that the workspace stays beside what the step leaves: S1 of the performance
-/// suite has 1.0 GB of outputs and may take 2.5 GB over its inputs.
+/// suite has 1.0 GB of outputs and may take 2.5 GB over its inputs. Where the blocks of both scans
+/// find a multiprocessor each, slices leave some of them idle for the length of a sequence, and the
+/// workspace may be larger: S5 has 5.4 GB of outputs and may take 14.
 Result<int64_t> slices_of(const Problem& problem, const Device& device) {
   constexpr int64_t kAlwaysFine = 256'000'000;
   const Result<std::size_t> workspace = measure_workspace(problem, chunk_bwd);
@@ -182,20 +200,22 @@ Result<int64_t> slices_of(const Problem& problem, const Device& device) {
   int sms = 0;
   cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device.index);
   const Sizes& s = problem.sizes;
+  const int64_t narrow_blocks = 2 * problem.sequences() * s.HV * (s.V / kGroupColumns);
+  const int64_t limit = narrow_blocks <= sms ? outputs + outputs * 3 / 5 : outputs + outputs / 3;
   const int64_t columns = s.V % (kMostGroups * kGroupColumns) == 0 ? 2 : 1;
-  return count_slices(
-      {s.H, static_cast<int64_t>(*workspace), std::max(kAlwaysFine, outputs + outputs / 3),
-       2 * problem.sequences() * (s.HV / s.H) * s.V / (columns * kGroupColumns), std::max(sms, 1)});
+  return count_slices({s.H, static_cast<int64_t>(*workspace), std::max(kAlwaysFine, limit),
+                       narrow_blocks / s.H / columns, std::max(sms, 1)});
 }
 
 }  // namespace
 
 Result<std::unique_ptr<Executor>> make_chunk_bwd(const Problem& problem, const Device& device,
-                                                 const Options&) {
+                                                 const Options& options) {
   if (Status status = check_hopper(device, obstacle_of(problem)); !status.ok()) return status;
   const Result<int64_t> slices = slices_of(problem, device);
   if (!slices.ok()) return slices.status();
-  return make_pipeline(problem, device, chunk_bwd, *slices);
+  const HopperRow row{"sm90_chunk_bwd", chunk_bwd, cuda::chunk_bwd, kInUnits};
+  return make_row(row, problem, device, options, *slices);
 }
 
 }  // namespace kda::cuda::sm90

@@ -28,7 +28,8 @@ Status launch_grad(const GradParams& params, bool, cudaStream_t stream) {
   int sms = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-  const int64_t blocks = params.most_blocks > 0 ? params.most_blocks : sms * grad.blocks_per_sm;
+  const int64_t blocks = std::min<int64_t>(
+      params.most_blocks > 0 ? params.most_blocks : sms * grad.blocks_per_sm, kMostGradBlocks);
   void* arguments[] = {&launched};
   return launch_raw(
       {"sm90_chunk_bwd_grad", std::min(items, blocks), 2 * heads.K, grad.shared_bytes},

@@ -33,37 +33,66 @@
 
 namespace kda::cuda::sm90 {
 
-/// Into `work`: the first item from `item` on, in this block's steps, that has rows; one without
-/// rows if there is none. By one warp.
-__device__ __forceinline__ void find_grad_work(const GradLaunchParams& p, uint32_t item,
-                                               GradWork& work) {
+/// Row of the record of the first chunk of a pair.
+__device__ __forceinline__ int64_t first_record(const GradParams& p, uint32_t row) {
+  const Sequences& pairs = p.sequences;
+  const Sequences& chunks = p.record_sequences;
+  if (pairs.cu.data == nullptr) {
+    const auto per_row = static_cast<uint32_t>(pairs.chunks_per_row);
+    return row / per_row * chunks.chunks_per_row + 2 * (row % per_row);
+  }
+  const int64_t sequence = pairs.entries[row].sequence;
+  return clamp_index(chunks.offsets[sequence] + 2 * (row - pairs.offsets[sequence]), 0,
+                     chunks.chunk_rows - 1);
+}
+
+/// Into `next`, by one warp: what comes after `last`. That is the earlier chunk of its pair, or of
+/// the first pair in this block's steps that has tokens the later one, which may be the only one;
+/// one without rows if there is none.
+__device__ __forceinline__ void find_grad_work(const GradLaunchParams& p, const GradWork& last,
+                                               GradWork& next) {
   const int lane = thread_index() % 32;
   const auto HV = static_cast<uint32_t>(p.heads.HV);
-  const auto count = static_cast<uint32_t>(p.sequences.chunk_rows) * HV;
+  const bool carries = last.crosses;
+  bool crosses = false;
   Chunk chunk{};
-  uint32_t found = item;
-  for (; item < count; item += gridDim.x) {
-    found = item;
-    chunk = small_chunk_of(p.sequences, item / HV);
-    if (chunk.rows > 0) break;
-    clear_partial(p, item / HV, item % HV, lane);
+  uint32_t found = last.item;
+  uint32_t after = last.after;
+  if (carries) {
+    chunk = {last.chunk.batch, last.chunk.begin - kChunk, kChunk};
+  } else {
+    const auto count = static_cast<uint32_t>(p.sequences.chunk_rows) * HV;
+    for (; after < count && chunk.rows == 0; after += gridDim.x) {
+      found = after;
+      chunk = small_chunk_of(p.sequences, found / HV);
+      crosses = chunk.rows > kChunk;
+      if (chunk.rows == 0) clear_partial(p, 2 * int64_t{found / HV}, found % HV, lane);
+      if (!crosses) clear_partial(p, 2 * int64_t{found / HV} + 1, found % HV, lane);
+    }
+    if (crosses) {
+      chunk.begin += kChunk;
+      chunk.rows -= kChunk;
+    }
   }
-  if (item >= count) chunk.rows = 0;
   const uint32_t hv = found % HV;
   const uint32_t head = hv / static_cast<uint32_t>(p.heads.group);
   if (lane < kGradRows) {
     const Tensor& t = p.rows[lane];
     const int64_t offset = token_offset(t, chunk.batch, chunk.begin, lane <= kRowsK ? head : hv);
     const bool narrow = t.dtype == kBFloat16 || t.dtype == kFloat16;
-    work.rows[lane] = static_cast<std::byte*>(t.data) + offset * (narrow ? 2 : 4);
+    next.rows[lane] = static_cast<std::byte*>(t.data) + offset * (narrow ? 2 : 4);
   }
   if (lane > 0) return;
-  work.chunk = chunk;
-  work.item = found;
-  work.row = found / HV;
-  work.hv = hv;
-  work.head = head;
-  work.after = item + gridDim.x;
+  next.chunk = chunk;
+  next.crosses = crosses;
+  next.carries = carries;
+  next.item = found;
+  next.row = 2 * int64_t{found / HV} + (crosses ? 1 : 0);
+  next.record = crosses ? first_record(p, found / HV) : 0;
+  next.hv = hv;
+  next.head = head;
+  next.after = after;
+  next.crossings = last.crossings + (last.crosses ? 1 : 0);
 }
 
 template <class Io, int K, int GATE>
@@ -73,8 +102,8 @@ struct GradBlock {
   /// What the walk over V leaves: accumulators and the sums of CUDA cores.
   struct ValueSums {
     float S[32];
-    float dkx[16];
-    float scores[16];
+    float dkx[32];  ///< of this chunk; dh times v_new of the earlier one
+    float scores[Traits::kScores];
     float2 state_product{0, 0};  ///< of the channels of multiply_states
     float value_product[Traits::kValueRows] = {};
   };
@@ -94,12 +123,15 @@ struct GradBlock {
   }
 
   __device__ __forceinline__ void issue_value_products(ValueSums& sums, bool add) const {
-    const int group = warp / 4;
+    const int group = __shfl_sync(~0u, thread_index() / 128, 0);
     const uint32_t half = static_cast<uint32_t>(group) * 64 * kPanelRowBytes;
     const PanelTile<K> h{shared_address(shared.value.h) + half};
     const PanelTile<K> dh{shared_address(shared.value.dh) + half};
     const PanelTile<2 * kChunk> do_R{shared_address(shared.value.do_R)};
-    const PanelTile<kChunk> v_new{shared_address(shared.value.v_new)};
+    const PanelTile<2 * kChunk> v_new{shared_address(shared.v_new)};
+    // With two warpgroups, the second has the scores over the earlier chunk.
+    const PanelTile<2 * kChunk> scored{shared_address(shared.v_new) +
+                                       static_cast<uint32_t>(group) * kChunk * kPanelRowBytes};
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kGradColumns / 16; ++step) {
@@ -112,12 +144,11 @@ struct GradBlock {
       wgmma_ss<Io, Major::kSummed, Major::kSummed>(sums.dkx, dh.columns(step), v_new.columns(step),
                                                    add || step > 0);
     }
-    // Every warpgroup, though the first one's would do: a branch here would split the group.
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kGradColumns / 16; ++step) {
       wgmma_ss<Io, Major::kSummed, Major::kSummed>(sums.scores, do_R.columns(step),
-                                                   v_new.columns(step), add || step > 0);
+                                                   scored.columns(step), add || step > 0);
     }
     wgmma_commit();
   }
@@ -126,13 +157,11 @@ struct GradBlock {
   /// them.
   template <int LATER>
   __device__ __forceinline__ void take_values(ValueSums& sums, int v0) const {
-    uint4 v[Traits::kValueRows];
-    load_v<Io, K>(v, p, work, v0);
     wait_for_copies<LATER>();
     fence_tiles(v0);
     issue_value_products(sums, v0 > 0);
-    sums.state_product = multiply_states(shared, sums.state_product);
-    finish_values(shared, p, work, v0, v, sums.value_product);
+    if (!work.carries) sums.state_product = multiply_states(shared, sums.state_product);
+    finish_values(shared, p, work, v0, sums.value_product);
     wgmma_wait<0>();
   }
 
@@ -162,21 +191,22 @@ struct GradBlock {
       for (int step = 4; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
       if (tid % 8 == 0) shared.value_product[tid / 8 + i * (kChunk / Traits::kValueRows)] = sum;
     }
-    // Every warpgroup has the scores; with two of them, each writes half of the rows.
-    constexpr int kShare = 2 / (Traits::kWarps / 4);
-    put_scores_gradient<Io, K, kShare>(shared, sums.scores, p.scale, p.mantissa, warp, lane);
+  }
+
+  /// Once the tiles in whose place they go have been read.
+  __device__ __forceinline__ void put_scores(const ValueSums& sums) const {
+    if (warp < 4) put_scores_gradient(shared, sums.scores, p.scale, p.mantissa, warp, lane);
+    if (!work.crosses || (Traits::kWarps > 4 && warp < 4)) return;
+    const float* const cross = sums.scores + Traits::kScores - 16;
+    put_cross_gradient(shared, cross, p.scale, p.mantissa, warp % 4, lane);
   }
 
   /// G and the norms from the raw rows.
   __device__ __forceinline__ void put_decays() const {
-    constexpr int kTokens = Traits::kTokens;
-    const ColumnPair<Io, K> at;
-    float2 G[kTokens];
-    sum_decays<Io, K, GATE>(shared, p, G, at.segment * kTokens, at.column, work.chunk.rows);
-    put_pair(&shared.totals[at.segment][at.column], G[kTokens - 1]);
+    sum_decays<GATE>(shared, p, work.chunk.rows);
     find_norms(shared, p);
     __syncthreads();
-    put_gates(shared, G, at.segment, at.column);
+    join_segments(shared);
   }
 
   /// S += [dq2 | z]^T, all but the rows' factor.
@@ -219,15 +249,19 @@ struct GradBlock {
     walk_values(sums);
     put_value_sums(sums);
     if (warp == Traits::kWarps - 1) {
-      find_grad_work(p, work.after, next);
+      find_grad_work(p, work, next);
       if (lane == 0) next.tiles = work.tiles + static_cast<uint32_t>(p.heads.V) / kGradColumns;
     }
     __syncthreads();
+    if (work.crosses && tid == 0) load_update(shared, p, work);
+    put_scores(sums);
     const bool far = put_intra_tiles(shared);
     ptx::fence_proxy_async(ptx::space_shared);
     const bool has_far = __syncthreads_or(far) != 0;
-    GradFinish<Io, K> finish(shared, p, work, warp, lane);
+    GradFinish<Io, K> finish(shared, p, work, warp, thread_index() % 32);
+    if (work.crosses) finish.cross.multiply(sums.S, sums.dkx);
     finish.scale_rows(sums.S);
+    if (work.carries) finish.cross.take_dkx(sums.dkx);
     multiply_rows(sums.S);
     float x[24];
     multiply_columns(x);
@@ -236,7 +270,6 @@ struct GradBlock {
     __syncthreads();
     if (next.chunk.rows > 0) load_value_tiles(shared, p, next, 0);
     commit_copies();
-    if (next.chunk.rows > 0) prefetch_v<Io, K>(p, next);
     const GradScalars scalars = load_scalars(p, next);
     GradFinish<Io, K>(shared, p, work, warp, thread_index() % 32)
         .template store_all<GATE>(sums.S, sums.dkx, W);
@@ -255,10 +288,14 @@ __global__ void __launch_bounds__(GradTraits<Io, K>::kThreads, GradTraits<Io, K>
   auto& shared = *reinterpret_cast<GradShared<Io, K>*>(dynamic);
   if (threadIdx.x == 0) {
     ptx::mbarrier_init(&shared.states_full, 1);
+    ptx::mbarrier_init(&shared.update_full, 1);
     ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
     shared.work[0].tiles = 0;
+    shared.work[1] = {};
+    shared.work[1].after = blockIdx.x;
   }
-  if (threadIdx.x < 32) find_grad_work(p, blockIdx.x, shared.work[0]);
+  __syncwarp();
+  if (threadIdx.x < 32) find_grad_work(p, shared.work[1], shared.work[0]);
   __syncthreads();
   if (shared.work[0].chunk.rows == 0) return;
   load_value_tiles(shared, p, shared.work[0], 0);
@@ -272,6 +309,7 @@ __global__ void __launch_bounds__(GradTraits<Io, K>::kThreads, GradTraits<Io, K>
     GradWork& next = shared.work[at ^ 1];
     const int tid = thread_index();
     const int warp = __shfl_sync(~0u, tid / 32, 0);
+    __builtin_assume(warp >= 0);
     GradBlock<Io, K, GATE>{shared, p, work, tid, warp, tid % 32}.run(next);
     if (next.chunk.rows == 0) return;
   }

@@ -2,6 +2,9 @@
 // once the scans of both directions have left what enters and leaves it.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
+
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
@@ -11,6 +14,11 @@
 namespace kda::cuda::sm90 {
 
 inline constexpr int kGradColumns = 64;  ///< of V at a time
+inline constexpr int kGradTokens = 64;   ///< between rows of h and dh: two chunks
+/// At most; each has room for what the later chunk of a pair leaves for the earlier one.
+inline constexpr int kMostGradBlocks = 288;
+/// Of a block: 32 fp32 a thread, K / 64 warpgroups.
+constexpr int64_t grad_carry_bytes(int64_t K) { return 2 * K * 32 * 4; }
 
 /// Everything is linear in (do, dfinal_state). With scale = m 2^e, 1 <= |m| < 2, the reverse scan
 /// leaves R / m and dh / m in 16 bits.
@@ -18,11 +26,14 @@ struct GradParams {
   Tensor q, k, v, beta, grad_o;
   GateParams gate;
   Tensor v_new, R;           ///< [B,T,HV,V]
-  Tensor h, dh;              ///< [chunk rows of 32, HV, K, V]
+  Tensor h, dh;              ///< [rows of kGradTokens, HV, K, V]
   Tensor dq, dk;             ///< [B,T,HV,K], bf16 or fp32; of a value head
   Tensor dv, dg, dbeta;      ///< of the inputs: dg of the raw gates
-  float* partial = nullptr;  ///< [chunk rows, HV, K + 1]: sums of dz by channel, then of dA_log
-  Sequences sequences;       ///< with C = 32
+  float* partial = nullptr;  ///< [2 rows, HV, K + 1]: sums of dz by channel, then of dA_log
+  float4* carry = nullptr;   ///< of as many blocks as there are, kMostGradBlocks at most
+  Sequences sequences;       ///< with C = kGradTokens
+  const std::byte* records = nullptr;  ///< of prep
+  Sequences record_sequences;          ///< with C = 32
   Heads heads;
   float scale = 1;
   float mantissa = 1;  ///< m

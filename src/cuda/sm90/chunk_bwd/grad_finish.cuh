@@ -3,8 +3,8 @@
 
 #include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/stmatrix.cuh"
+#include "cuda/sm90/chunk_bwd/grad_cross.cuh"
 #include "cuda/sm90/chunk_bwd/grad_gates.cuh"
-#include "cuda/sm90/chunk_bwd/grad_intra.cuh"
 
 namespace kda::cuda::sm90 {
 
@@ -21,10 +21,17 @@ struct GradFinish {
   int warp;
   int lane;
   GradLane at;
+  GradCross<Io, K> cross;
 
   __device__ GradFinish(GradShared<Io, K>& memory, const GradParams& params, const GradWork& what,
                         int warp_of, int lane_of)
-      : shared(memory), p(params), work(what), warp(warp_of), lane(lane_of), at(warp_of, lane_of) {}
+      : shared(memory),
+        p(params),
+        work(what),
+        warp(warp_of),
+        lane(lane_of),
+        at(warp_of, lane_of),
+        cross{memory, params, what, warp_of, lane_of} {}
 
   __device__ __forceinline__ ChannelGate gate_of(int c) const {
     return channel_gate(shared, at.channel(c));
@@ -37,8 +44,11 @@ struct GradFinish {
     const int t = at.token(i, e);
     return to_real<float>(shared.k[t][at.channel(c)]) * shared.norm[1][t];
   }
-  /// S = [dqe | Y] -> [dq1 | 2^G Y] but the rows' factor: 2^G = 2^first 2^(G - first).
+  /// S = [dqe | Y] -> [dq1 | 2^G Y] but the rows' factor: 2^G = 2^first 2^(G - first). Where the
+  /// chunk before takes part, the scale is in S already.
   __device__ __forceinline__ void scale_rows(float (&S)[32]) const {
+    const float scale = work.crosses ? 1 : p.scale;
+    const float mantissa = work.crosses ? 1 : -p.mantissa;
     const ChannelGate gate[2] = {gate_of(0), gate_of(1)};
     float entering[2][2];
 #pragma unroll
@@ -47,30 +57,19 @@ struct GradFinish {
       for (int block = 0; block < 2; ++block) entering[c][block] = exp2_of(gate[c].first[block]);
     }
     GradLane::each([&](int r, int i, int c, int) {
-      S[r] *= p.scale * entering[c][i / 2];
-      S[16 + r] *= -p.mantissa * entering[c][i / 2];
+      S[r] *= scale * entering[c][i / 2];
+      S[16 + r] *= mantissa * entering[c][i / 2];
     });
   }
 
-  /// Sixteen tokens' elements of a bf16 tile [tokens][channels] at this thread's places: register
-  /// 2 c + i holds channel(c), token(i, 0) and token(i, 1). `address`: of this lane's row.
-  struct Fragment {
-    uint32_t pairs[4];
-    __device__ __forceinline__ explicit Fragment(uint32_t address) {
-      ldmatrix_transposed(pairs, address);
-    }
-    __device__ __forceinline__ float operator()(int i, int c, int e) const {
-      const float2 pair = unpack<Io>(pairs[2 * c + i % 2]);
-      return e == 0 ? pair.x : pair.y;
-    }
-  };
+  using Fragment = TokenFragment<Io>;
   /// The lane's row and unit of a tile of q or k, of block 0.
   __device__ __forceinline__ uint32_t tile_row(const Io (&tile)[kChunk][Traits::kStride]) const {
     return shared_address(&tile[lane % 16][16 * warp + lane / 16 * 8]);
   }
   /// The same in a panel.
   __device__ __forceinline__ uint32_t panel_row(const unsigned char* panel) const {
-    return shared_address(panel) + unit_offset(lane % 16, 2 * (warp % 4) + lane / 16);
+    return fragment_row(panel, warp, lane);
   }
 
   /// (5.32) of a block of 16 tokens: S -> [dq | dk], dkx -> k . dkx, W, and each token's sums over
@@ -80,13 +79,15 @@ struct GradFinish {
   /// sum. There the rounding of its operands has to cancel too, so W multiplies the sums by the
   /// operands as they were rounded.
   template <int BLOCK>
-  __device__ __forceinline__ void combine_block(float (&S)[32], float (&dkx)[16],
+  __device__ __forceinline__ void combine_block(float (&S)[32], float (&dkx)[32],
                                                 const float (&x)[24], float (&W)[16],
                                                 bool has_far) const {
     const ChannelGate gate[2] = {gate_of(0), gate_of(1)};
     const uint32_t rows = panel_row(shared.intra.rows[warp / 4]);
     const uint32_t columns = panel_row(shared.intra.columns[warp / 4]);
     float sums[3][4] = {};
+    float dkg[8] = {};
+    if (work.carries) cross.template take_dkg<BLOCK>(dkg);
     constexpr uint32_t kBlockBytes = kBlock * kPanelRowBytes;
     const auto each = [](auto f) { GradLane::each<2 * BLOCK, 2 * BLOCK + 2>(f); };
     {
@@ -105,11 +106,20 @@ struct GradFinish {
     constexpr uint32_t kTileBytes = BLOCK * kBlock * Traits::kStride * sizeof(Io);
     const Fragment q(tile_row(shared.q) + kTileBytes);
     const Fragment k(tile_row(shared.k) + kTileBytes);
+    if (work.carries) {
+      each([&](int r, int i, int c, int e) {
+        const int t = at.token(i, e);
+        const float factor = exp2_of(gate[c].end - shared.G[t][at.channel(c)]);
+        const float kg = round_to<Io>(factor * k(i, c, e) * shared.norm[1][t]);
+        W[r] = fmaf(-kg, dkg[r % 8], W[r]);
+        dkg[r % 8] *= factor;
+      });
+    }
     each([&](int r, int i, int c, int e) {
       const int t = at.token(i, e);
       const float g = shared.G[t][at.channel(c)];
       const float down = gate[c].far[BLOCK] ? 0 : exp2_of(gate[c].first[BLOCK] - g);
-      float dkc = down * x[r + 8 * BLOCK];
+      float dkc = fmaf(down, x[r + 8 * BLOCK], dkg[r % 8]);
       if (BLOCK == 0) dkc = fmaf(exp2_of(gate[c].first[1] - g), x[8 + r], dkc);
       const float up = exp2_of(g - gate[c].first[BLOCK]);
       const float y = q(i, c, e) * shared.norm[0][t];
@@ -222,7 +232,7 @@ struct GradFinish {
 
   /// (5.33): dg of token t is that of the first token and k . dkx - W of all tokens before t. Over
   /// G of this warp's channels: the steps k . dkx - W; their sums by segments of 8 tokens.
-  __device__ __forceinline__ void sum_tokens(const float (&W)[16], const float (&X)[16]) const {
+  __device__ __forceinline__ void sum_tokens(const float (&W)[16], const float (&X)[32]) const {
     const float end[2] = {shared.G[kChunk - 1][at.channel(0)], shared.G[kChunk - 1][at.channel(1)]};
     __syncwarp();
     const bool upper = (lane & 2) != 0;
@@ -250,11 +260,27 @@ struct GradFinish {
       const float other = __shfl_xor_sync(~0u, odd ? steps[0] : steps[1], 1);
       shared.dg_steps[lane % 4][channel] = (odd ? steps[1] : steps[0]) + other;
       for (int step = 1; step < 4; step *= 2) all += __shfl_xor_sync(~0u, all, step);
-      if (lane % 4 == 0) {
-        shared.dg_first[channel] =
-            fmaf(p.mantissa * exp2_of(end[c]), shared.state_product[channel], all);
-      }
+      if (lane % 4 == 0) put_first(channel, end[c], all);
     }
+  }
+
+  /// dg of a chunk's first token, from the sum of W over its tokens. What follows the earlier chunk
+  /// of a pair, and the states, come from the later one; to this the earlier one's k . dkx are as
+  /// if they were tokens before.
+  __device__ __forceinline__ void put_first(int channel, float end, float all) const {
+    if (work.carries) {
+      shared.dg_first[channel] = all + shared.carry[channel];
+      return;
+    }
+    float decay = p.mantissa * exp2_of(end);
+    if (!work.crosses) {
+      shared.dg_first[channel] = fmaf(decay, shared.state_product[channel], all);
+      return;
+    }
+    decay *= shared.decay_before[channel];
+    const float first = fmaf(decay, shared.state_product[channel], all);
+    shared.dg_first[channel] = first + shared.update_product[channel];
+    shared.carry[channel] = first;
   }
 
   /// Rows of fp32: eight lanes fill a sector.
@@ -294,7 +320,7 @@ struct GradFinish {
 
   /// S with the intra products on it, dkx and x as the products left them: S -> [dq | dk], dkx ->
   /// k . dkx, W. The last reader of the operands.
-  __device__ __forceinline__ void combine_all(float (&S)[32], float (&dkx)[16],
+  __device__ __forceinline__ void combine_all(float (&S)[32], float (&dkx)[32],
                                               const float (&x)[24], float (&W)[16],
                                               bool has_far) const {
     combine_block<0>(S, dkx, x, W, has_far);
@@ -303,7 +329,7 @@ struct GradFinish {
 
   /// What combine_all left, once every warp has.
   template <int GATE>
-  __device__ __forceinline__ void store_all(float (&S)[32], const float (&dkx)[16],
+  __device__ __forceinline__ void store_all(float (&S)[32], const float (&dkx)[32],
                                             const float (&W)[16]) const {
     finish_sums();
     const bool gates = p.dg.data != nullptr || p.partial != nullptr;

@@ -28,6 +28,32 @@ __device__ __forceinline__ ChannelGate channel_gate(const GradShared<Io, K>& sha
   return gate;
 }
 
+/// Sixteen tokens' elements of a tile [tokens][channels] at this thread's places in accumulators
+/// [channels x tokens]: register 2 c + i holds channel(c), token(i, 0) and token(i, 1). `address`:
+/// of this lane's row.
+template <class T>
+struct TokenFragment {
+  uint32_t pairs[4];
+  __device__ __forceinline__ explicit TokenFragment(uint32_t address) {
+    ldmatrix_transposed(pairs, address);
+  }
+  __device__ __forceinline__ float operator()(int i, int c, int e) const {
+    const float2 pair = unpack<T>(pairs[2 * c + i % 2]);
+    return e == 0 ? pair.x : pair.y;
+  }
+};
+
+/// The lane's row and unit of a panel [tokens][64 channels], of its first 16 tokens.
+__device__ __forceinline__ uint32_t fragment_row(const unsigned char* panel, int warp, int lane) {
+  return shared_address(panel) + unit_offset(lane % 16, 2 * (warp % 4) + lane / 16);
+}
+
+/// x as it is after rounding to T.
+template <class T>
+__device__ __forceinline__ float round_to(float x) {
+  return unpack<T>(pack<T>(x, 0)).x;
+}
+
 /// Operands of the intra products; a thread has a column pair and 8 tokens. Whether it is far.
 template <class Io, int K>
 __device__ __forceinline__ bool put_intra_tiles(GradShared<Io, K>& shared) {
@@ -69,19 +95,17 @@ __device__ __forceinline__ bool put_intra_tiles(GradShared<Io, K>& shared) {
   return range.x > kFarRow || range.y > kFarRow;
 }
 
-/// dP (5.2) and dL (5.28) from the products [do; R~] v_new^T, arranged; the diagonal apart.
-/// HALVES: 2, or 1 where two warpgroups share the rows.
-template <class Io, int K, int HALVES>
-__device__ __forceinline__ void put_scores_gradient(GradShared<Io, K>& shared, const float (&x)[16],
+/// dP (5.2) and dL (5.28) from the products [do; R~] v_new^T, arranged; the diagonal apart. By one
+/// warpgroup, of which `warp` is one.
+template <class Io, int K>
+__device__ __forceinline__ void put_scores_gradient(GradShared<Io, K>& shared, const float* x,
                                                     float scale, float mantissa, int warp,
                                                     int lane) {
-  const bool lower = HALVES == 1 && warp >= 4;
-  warp %= 4;
   const bool second = warp % 2 == 1;
   const float factor = warp < 2 ? scale : -mantissa;
 #pragma unroll
-  for (int half = 0; half < HALVES; ++half) {
-    const int row = 16 * warp + lane / 4 + 8 * (lower ? 1 : half);
+  for (int half = 0; half < 2; ++half) {
+    const int row = 16 * warp + lane / 4 + 8 * half;
     const int i = row % kChunk;
     const auto put = [&](int column, float left, float right) {
       *reinterpret_cast<uint32_t*>(shared.scores + unit_offset(row, column / 8) + column % 8 * 2) =
@@ -91,14 +115,28 @@ __device__ __forceinline__ void put_scores_gradient(GradShared<Io, K>& shared, c
     for (int n = 0; n < 4; ++n) {
       const int j = 8 * n + lane % 4 * 2;
       const int r = 4 * n + 2 * half;
-      const float left = factor * (lower ? x[4 * n + 2] : x[r]);
-      const float right = factor * (lower ? x[4 * n + 3] : x[r + 1]);
+      const float left = factor * x[r];
+      const float right = factor * x[r + 1];
       if (warp < 2 && j == i) shared.diagonal[i] = left;
       if (warp < 2 && j + 1 == i) shared.diagonal[i] = right;
       if (second || n < 2) put(second ? kBlock + j : j, j < i ? left : 0, j + 1 < i ? right : 0);
     }
 #pragma unroll
     for (int n = second ? 0 : 2; n < (second ? 2 : 6); ++n) put(8 * n + lane % 4 * 2, 0, 0);
+  }
+}
+
+/// The same over the tokens of the chunk before: nothing is masked.
+template <class Io, int K>
+__device__ __forceinline__ void put_cross_gradient(GradShared<Io, K>& shared, const float* x,
+                                                   float scale, float mantissa, int warp,
+                                                   int lane) {
+  const float factor = warp < 2 ? scale : -mantissa;
+#pragma unroll
+  for (int r = 0; r < 16; r += 2) {
+    const int row = 16 * warp + lane / 4 + 8 * (r / 2 % 2);
+    *reinterpret_cast<uint32_t*>(shared.intra.cross + unit_offset(row, r / 4) + lane % 4 * 4) =
+        pack<Bf16>(factor * x[r], factor * x[r + 1]);
   }
 }
 

@@ -48,7 +48,7 @@ __device__ __forceinline__ void load_key_rows(GradShared<Io, K>& shared, const G
   }
 }
 
-/// Columns v0 .. v0 + 63 of everything that has V, but v: h and dh by TMA, the rest by all threads.
+/// Columns v0 .. v0 + 63 of everything that has V: h and dh by TMA, the rest by all threads.
 template <class Io, int K>
 __device__ __forceinline__ void load_value_tiles(GradShared<Io, K>& shared,
                                                  const GradLaunchParams& p, const GradWork& work,
@@ -58,28 +58,34 @@ __device__ __forceinline__ void load_value_tiles(GradShared<Io, K>& shared,
   if (tid == 0) {
     const int32_t at[4] = {v0, 0, static_cast<int32_t>(work.item), 0};
     ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared,
-                                   &shared.states_full, 2 * sizeof(shared.value.h));
+                                   &shared.states_full,
+                                   (work.carries ? 1 : 2) * sizeof(shared.value.h));
     ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, shared.value.h, &p.h_map, at,
                               &shared.states_full);
-    ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, shared.value.dh, &p.dh_map, at,
-                              &shared.states_full);
+    if (!work.carries) {
+      ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, shared.value.dh, &p.dh_map,
+                                at, &shared.states_full);
+    }
   }
   const int column = v0 + tid % 8 * kUnitElements;
   const uint32_t place = unit_offset(tid / 8, tid % 8);
-  const auto load_rows = [&](unsigned char* to, GradRows which, int64_t stride) {
+  const auto load_rows = [&](unsigned char* to, GradRows which, int64_t stride, int first = 0) {
     const Io* const from = work.at<Io>(which) + column;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       constexpr int kRowsAtOnce = kChunk / kRows;
-      const int row = tid / 8 + i * kRowsAtOnce;
+      const int row = first + tid / 8 + i * kRowsAtOnce;
       const bool valid = row < work.chunk.rows;
       copy_async_16_or_zero(shared_address(to) + place + i * kRowsAtOnce * kPanelRowBytes,
                             from + (valid ? row : 0) * stride, valid);
     }
   };
+  constexpr int kTile = kChunk * kPanelRowBytes;
   load_rows(shared.value.do_R, kRowsDo, p.grad_o.stride[1]);
-  load_rows(shared.value.do_R + kChunk * kPanelRowBytes, kRowsR, p.R.stride[1]);
-  load_rows(shared.value.v_new, kRowsVNew, p.v_new.stride[1]);
+  load_rows(shared.value.do_R + kTile, kRowsR, p.R.stride[1]);
+  load_rows(shared.value.v, kRowsV, p.v.stride[1]);
+  load_rows(shared.v_new, kRowsVNew, p.v_new.stride[1]);
+  if (work.crosses) load_rows(shared.v_new + kTile, kRowsVNew, p.v_new.stride[1], -kChunk);
 }
 
 /// Two diagonals of 8 of d += a b^T over 16 columns: lanes with lane / 8 == lane % 4 hold those of
@@ -130,30 +136,20 @@ __device__ __forceinline__ void find_norms(GradShared<Io, K>& shared, const Grad
   }
 }
 
-/// This thread's units of v of the rows of a tile.
+/// kg and 2^G_end of the chunk before, by one thread.
 template <class Io, int K>
-__device__ __forceinline__ void load_v(uint4 (&v)[GradTraits<Io, K>::kValueRows],
-                                       const GradParams& p, const GradWork& work, int v0) {
-  constexpr int kRows = GradTraits<Io, K>::kValueRows;
-  const Io* const from = work.at<Io>(kRowsV) + v0 + thread_index() % 8 * kUnitElements;
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    const int row = thread_index() / 8 + i * (kChunk / kRows);
-    v[i] = uint4{};
-    if (row < work.chunk.rows) v[i] = *reinterpret_cast<const uint4*>(from + row * p.v.stride[1]);
-  }
-}
-
-/// Brings v of a chunk into L2: registers for it would have to last across an item.
-template <class Io, int K>
-__device__ __forceinline__ void prefetch_v(const GradParams& p, const GradWork& work) {
-  constexpr int kLine = 128 / sizeof(Io);
-  const Io* const from = work.at<Io>(kRowsV);
-  const int lines = static_cast<int>(p.heads.V) / kLine;
-  for (int e = thread_index(); e < work.chunk.rows * lines; e += GradTraits<Io, K>::kThreads) {
-    const Io* const line = from + e / lines * p.v.stride[1] + e % lines * kLine;
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
-  }
+__device__ __forceinline__ void load_update(GradShared<Io, K>& shared, const GradParams& p,
+                                            const GradWork& work) {
+  const std::byte* const record =
+      p.records + (work.record * p.heads.HV + work.hv) * Record<K>::kBytes;
+  constexpr uint32_t kTile = sizeof(shared.intra.update);
+  constexpr uint32_t kDecays = sizeof(shared.decay_before);
+  ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared,
+                                 &shared.update_full, kTile + kDecays);
+  ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, shared.intra.update,
+                     record + Record<K>::kUpdate, kTile, &shared.update_full);
+  ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, shared.decay_before,
+                     record + Record<K>::kDecay, kDecays, &shared.update_full);
 }
 
 /// What a thread fetches of beta, dt_bias and A_log for its next item, as it is in memory: a token,
@@ -233,46 +229,54 @@ __device__ __forceinline__ void with_raw_gates(const GradShared<Io, K>& shared, 
   }
 }
 
-/// Running sums of the log2 decays of this thread's tokens of a column pair.
-template <class Io, int K, int GATE>
-__device__ __forceinline__ void sum_decays(const GradShared<Io, K>& shared, const GradParams& p,
-                                           float2 (&G)[GradTraits<Io, K>::kTokens], int first,
-                                           int column, int rows) {
+/// G of this thread's tokens of a column pair, as if they were the chunk's first; their sum to
+/// `totals`. In registers they would stand beside all accumulators.
+template <int GATE, class Io, int K>
+__device__ __forceinline__ void sum_decays(GradShared<Io, K>& shared, const GradParams& p,
+                                           int rows) {
   constexpr int kTokens = GradTraits<Io, K>::kTokens;
-  with_raw_gates(shared, p.gate.g.dtype, [&](const auto* gates) {
-#pragma unroll
-    for (int t = 0; t < kTokens; ++t) {
-      G[t] = pair_at(gates + (first + t) * GradTraits<Io, K>::kStride, column);
-    }
-  });
+  const ColumnPair<Io, K> at;
+  const int first = at.segment * kTokens;
   const FastGate gate = shared.gate;
-  const float2 bias = pair_at(shared.bias, column);
-  with_gate_of<GATE>(gate, [&](auto kind) {
-    float2 running{0, 0};
+  const float2 bias = pair_at(shared.bias, at.column);
+  float2 running{0, 0};
+#pragma unroll 1
+  for (int t0 = first; t0 < first + kTokens; t0 += kTokens / 2) {
+    float2 g[kTokens / 2];
+    with_raw_gates(shared, p.gate.g.dtype, [&](const auto* gates) {
 #pragma unroll
-    for (int t = 0; t < kTokens; ++t) {
-      const float2 d{kind(gate, G[t].x + bias.x), kind(gate, G[t].y + bias.y)};
-      if (first + t < rows) running = {running.x + d.x, running.y + d.y};
-      G[t] = running;
-    }
-  });
+      for (int t = 0; t < kTokens / 2; ++t) {
+        g[t] = pair_at(gates + (t0 + t) * GradTraits<Io, K>::kStride, at.column);
+      }
+    });
+    with_gate_of<GATE>(gate, [&](auto kind) {
+#pragma unroll
+      for (int t = 0; t < kTokens / 2; ++t) {
+        const float2 d{kind(gate, g[t].x + bias.x), kind(gate, g[t].y + bias.y)};
+        if (t0 + t < rows) running = running + d;
+        put_pair(&shared.G[t0 + t][at.column], running);
+      }
+    });
+  }
+  put_pair(&shared.totals[at.segment][at.column], running);
 }
 
-/// G from the running sums of this thread's tokens of a column pair.
+/// Adds the decays of the segments before.
 template <class Io, int K>
-__device__ __forceinline__ void put_gates(GradShared<Io, K>& shared,
-                                          const float2 (&G)[GradTraits<Io, K>::kTokens],
-                                          int segment, int column) {
+__device__ __forceinline__ void join_segments(GradShared<Io, K>& shared) {
   constexpr int kTokens = GradTraits<Io, K>::kTokens;
+  const ColumnPair<Io, K> at;
+  if (at.segment == 0) return;
   float2 before{0, 0};
 #pragma unroll
-  for (int s = 0; s < kChunk / kTokens; ++s) {
-    const float2 total = pair_at(shared.totals[s], column);
-    if (s < segment) before = {before.x + total.x, before.y + total.y};
+  for (int s = 0; s < kChunk / kTokens - 1; ++s) {
+    const float2 total = pair_at(shared.totals[s], at.column);
+    if (s < at.segment) before = before + total;
   }
 #pragma unroll
   for (int t = 0; t < kTokens; ++t) {
-    put_pair(&shared.G[segment * kTokens + t][column], {before.x + G[t].x, before.y + G[t].y});
+    float* const G = &shared.G[at.segment * kTokens + t][at.column];
+    put_pair(G, before + pair_at(G, 0));
   }
 }
 
@@ -311,8 +315,7 @@ __device__ __forceinline__ float2 multiply_states(const GradShared<Io, K>& share
 /// dv = beta R (5.11) and rowsum_V(R . v) of one unit of each row of this thread.
 template <class Io, int K, int ROWS>
 __device__ __forceinline__ void finish_values(const GradShared<Io, K>& shared, const GradParams& p,
-                                              const GradWork& work, int v0, const uint4 (&v)[ROWS],
-                                              float (&sum)[ROWS]) {
+                                              const GradWork& work, int v0, float (&sum)[ROWS]) {
   const int unit = thread_index() % 8;
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
@@ -320,7 +323,8 @@ __device__ __forceinline__ void finish_values(const GradShared<Io, K>& shared, c
     if (row >= work.chunk.rows) continue;
     const uint4 R =
         *reinterpret_cast<const uint4*>(shared.value.do_R + unit_offset(kChunk + row, unit));
-    sum[i] = dot<Io>(R, v[i], sum[i]);
+    const uint4 v = *reinterpret_cast<const uint4*>(shared.value.v + unit_offset(row, unit));
+    sum[i] = dot<Io>(R, v, sum[i]);
     if (p.dv.data == nullptr) continue;
     const float factor = p.mantissa * shared.beta[row];
     const auto scaled = [&](uint32_t pair) {

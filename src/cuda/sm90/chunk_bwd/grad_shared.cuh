@@ -21,14 +21,14 @@ using Bf16 = __nv_bfloat16;
 template <class Io>
 inline constexpr int32_t kTypeOf = kIsBf16<Io> ? kBFloat16 : kFloat16;
 
-/// chunk_of for a grid's worth of chunks, without 64-bit division.
+/// chunk_of for a grid's worth of pairs of chunks, without 64-bit division.
 __device__ __forceinline__ Chunk small_chunk_of(const Sequences& s, uint32_t row) {
   if (s.cu.data) return chunk_of(s, row);
   const auto per_row = static_cast<uint32_t>(s.chunks_per_row);
   const uint32_t batch = row / per_row;
-  const int64_t begin = int64_t{row - batch * per_row} * kChunk;
+  const int64_t begin = int64_t{row - batch * per_row} * kGradTokens;
   const int64_t rest = s.T - begin;
-  return {batch, begin, static_cast<int32_t>(rest < kChunk ? rest : kChunk)};
+  return {batch, begin, static_cast<int32_t>(rest < kGradTokens ? rest : kGradTokens)};
 }
 
 template <class Io, int K>
@@ -39,6 +39,8 @@ struct GradTraits {
   static constexpr int kTokens = kChunk / (kThreads / kPairs);  ///< of a thread: 8
   static constexpr int kValueRows = kChunk * 8 / kThreads;      ///< of a thread, a unit each
   static constexpr int kBlocksPerSm = K == 128 ? 2 : 3;
+  /// Registers of [dP; dL]: with one warpgroup it has those over the earlier chunk too.
+  static constexpr int kScores = K == 128 ? 16 : 32;
   static constexpr int kStride = K + 8;   ///< of q, k, raw g: fragment reads touch all banks
   static constexpr int kGStride = K + 4;  ///< the same for fp32
 };
@@ -48,6 +50,7 @@ struct GradTraits {
 __device__ __forceinline__ int thread_index() {
   int index = static_cast<int>(threadIdx.x);
   asm volatile("" : "+r"(index));
+  __builtin_assume(index >= 0);  // divisions by powers of two are shifts
   return index;
 }
 
@@ -70,7 +73,7 @@ struct ValueTiles {
   unsigned char h[K * kPanelRowBytes];
   unsigned char dh[K * kPanelRowBytes];
   unsigned char do_R[2 * kChunk * kPanelRowBytes];  ///< 32 rows do, 32 rows R
-  unsigned char v_new[kChunk * kPanelRowBytes];
+  unsigned char v[kChunk * kPanelRowBytes];
 };
 
 /// Operands of the intra part, K / 64 panels each.
@@ -78,17 +81,23 @@ template <int K>
 struct IntraTiles {
   unsigned char columns[K / 64][kArranged * kPanelRowBytes];
   unsigned char rows[K / 64][2 * kChunk * kPanelRowBytes];  ///< q up, then beta k up
+  unsigned char update[K / 64][kChunk * kPanelRowBytes];    ///< kg of the earlier chunk
+  unsigned char cross[2 * kChunk * kPanelRowBytes];  ///< dP, dL over the earlier chunk's tokens
 };
 
-/// What a block works on.
+/// What a block works on: a chunk. Of a pair the later one comes first.
 struct GradWork {
   Chunk chunk;
-  int64_t row;    ///< of h and dh
-  uint32_t item;  ///< row and value head
+  bool crosses;    ///< reads the chunk before, which h stands in front of
+  bool carries;    ///< dh stands behind the chunk after it, which came before
+  int64_t row;     ///< of `partial`
+  int64_t record;  ///< row of the earlier chunk's record
+  uint32_t item;   ///< row of h and dh, and value head
   uint32_t hv;
   uint32_t head;
   void* rows[kGradRows];  ///< this chunk's and head's first rows
-  uint32_t tiles;         ///< of h and dh that came before
+  uint32_t tiles;         ///< of h that came before
+  uint32_t crossings;     ///< items that crossed before
   uint32_t after;         ///< where this block's search for the next goes on
 
   template <class T>
@@ -104,7 +113,10 @@ struct GradShared {
     ValueTiles<K> value;
     IntraTiles<K> intra;
   };
-  unsigned char scores[2 * kChunk * kPanelRowBytes];  ///< dP, then dL, arranged
+  union {
+    unsigned char v_new[2 * kChunk * kPanelRowBytes];   ///< of this chunk, then of the earlier one
+    unsigned char scores[2 * kChunk * kPanelRowBytes];  ///< dP, then dL, arranged
+  };
   float G[kChunk][Traits::kGStride];
   union {
     struct {
@@ -114,9 +126,18 @@ struct GradShared {
     alignas(16) unsigned char staging[2][K / 64][kChunk * kPanelRowBytes];  ///< dq, dk
   };
   alignas(16) float g[kChunk][Traits::kStride];  ///< raw; 16-bit types fill half of it
-  float totals[kChunk / Traits::kTokens][K];
-  float state_product[K];                       ///< rowsum_V(h . dh)
-  float dg_first[K];                            ///< gradient of the first token's decay
+  union {
+    float totals[kChunk / Traits::kTokens][K];
+    alignas(16) float decay_before[K];  ///< 2^G_end of the earlier chunk
+  };
+  union {
+    float state_product[K];  ///< rowsum_V(h . dh)
+    float dg_first[K];       ///< gradient of the first token's decay
+  };
+  union {
+    float update_product[K];  ///< rowsum over the earlier chunk's tokens of kg . dkg
+    float carry[K];           ///< what the later chunk adds to the dg of the earlier one
+  };
   float dg_steps[kChunk / Traits::kTokens][K];  ///< what each segment adds to dg
   float partial[3][Traits::kWarps][kChunk];     ///< sums over the channels of a warp
   float sums[3][kChunk];
@@ -128,6 +149,7 @@ struct GradShared {
   FastGate gate;
   float norm[2][kChunk];            ///< 1 / |q|, 1 / |k|
   alignas(8) uint64_t states_full;  ///< tiles of h and dh have landed
+  uint64_t update_full;             ///< kg and decay_before have
   GradWork work[2];                 ///< this item and the next: in registers they would be too many
 };
 static_assert(sizeof(GradShared<Bf16, 128>) <= 113 * 1024);

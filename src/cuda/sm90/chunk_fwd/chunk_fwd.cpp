@@ -4,17 +4,16 @@
 #include <cstdint>
 #include <initializer_list>
 #include <limits>
-#include <memory>
 #include <string>
 #include <utility>
 
 #include <fmt/format.h>
 
-#include "cuda/generic/pipeline.h"
 #include "cuda/launch.h"
 #include "cuda/sm90/chunk_fwd/chunk_fwd_op.h"
 #include "cuda/sm90/chunk_fwd/config.h"
 #include "cuda/sm90/chunk_fwd/instances/instances.h"
+#include "cuda/sm90/fallback.h"
 #include "cuda/sm90/requirements.h"
 #include "cuda/tensor_map.h"
 
@@ -23,9 +22,7 @@ namespace {
 
 using enum TensorId;
 
-/// Read or written in units of 16 bytes.
 constexpr std::initializer_list<TensorId> kInUnits = {kQ, kK, kV, kG, kO, kH};
-constexpr std::uintptr_t kUnitBytes = 16;
 
 constexpr int64_t kMostBlocks = std::numeric_limits<int32_t>::max();
 
@@ -139,6 +136,10 @@ PrepParams prepare_records(Pipeline& run, bool split_beta) {
   return prep;
 }
 
+const char* tile_obstacle(const Tensor& t, const Sizes& sizes) {
+  return tensor_map_obstacle(token_map(t, sizes));
+}
+
 std::string size_obstacle(const Problem& problem) {
   const Sizes& s = problem.sizes;
   if (s.K != 64 && s.K != 128) return fmt::format("K = {} (64 or 128)", s.K);
@@ -147,8 +148,9 @@ std::string size_obstacle(const Problem& problem) {
   for (const TensorId id : {kV, kDo, kDv, kO, kH}) {
     if (!problem.has(id)) continue;
     const Tensor t = tensor_of(problem, {}, id);
-    const char* const obstacle = tensor_map_obstacle(
-        id == kH ? checkpoint_map(t, s, problem.chunk_rows()) : token_map(t, s));
+    const char* const obstacle =
+        id == kH ? tensor_map_obstacle(checkpoint_map(t, s, problem.chunk_rows()))
+                 : tile_obstacle(t, s);
     if (*obstacle != '\0') return fmt::format("{} ({})", obstacle, name_of(id));
   }
   const int64_t rows = s.B * (s.T / kChunk + 1) + problem.sequences();
@@ -159,7 +161,6 @@ namespace {
 
 void prep_and_scan(Pipeline& run) {
   const Problem& problem = run.problem();
-  run.require_aligned("sm90_chunk_fwd", kInUnits);
   PrepParams prep = prep_params(run, false);
   auto* const ready = static_cast<uint32_t*>(
       run.bytes(prep.sequences.chunk_rows * prep.heads.HV + kPrepCounters, sizeof(uint32_t)));
@@ -213,47 +214,7 @@ std::string obstacle_of(const Problem& problem) {
     }
   }
   if (computes_in_fp64(problem)) return "fp64 tensors";
-  return uneven_rows(problem, {kQ, kK, kV, kO, kH, kG});
-}
-
-/// The kernels above, and for addresses that they do not take the generic ones, in slices of heads
-/// that keep to the workspace of the former where slices can.
-class ForwardExecutor final : public CudaExecutor {
- public:
-  ForwardExecutor(const Problem& problem, const Device& device, std::size_t workspace_bytes,
-                  std::unique_ptr<Executor> generic)
-      : CudaExecutor(problem, device, workspace_bytes), generic_(std::move(generic)) {}
-
- protected:
-  Status enqueue(const Args& args, cudaStream_t stream) const override {
-    if (!takes(args)) return generic_->run(args, stream);
-    Pipeline pipeline(problem(), args, stream);
-    if (pipeline.status().ok()) prep_and_scan(pipeline);
-    return pipeline.status();
-  }
-
- private:
-  bool takes(const Args& args) const {
-    return std::all_of(kInUnits.begin(), kInUnits.end(), [&](TensorId id) {
-      return !problem().has(id) || reinterpret_cast<std::uintptr_t>(args[id]) % kUnitBytes == 0;
-    });
-  }
-
-  std::unique_ptr<Executor> generic_;
-};
-
-Result<std::unique_ptr<Executor>> make_forward(const Problem& problem, const Device& device) {
-  const Result<std::size_t> bytes = measure_workspace(problem, prep_and_scan);
-  if (!bytes.ok()) return bytes.status();
-  for (int64_t slices = 1;; slices = std::min(2 * slices, problem.sizes.H)) {
-    Result<std::unique_ptr<Executor>> generic =
-        make_pipeline(problem, device, cuda::chunk_fwd, slices);
-    if (!generic.ok()) return generic.status();
-    const std::size_t most = std::max(*bytes, (*generic)->workspace_bytes());
-    if (most > *bytes && slices < problem.sizes.H) continue;
-    return std::unique_ptr<Executor>(
-        std::make_unique<ForwardExecutor>(problem, device, most, std::move(*generic)));
-  }
+  return uneven_rows(problem, kInUnits);
 }
 
 }  // namespace
@@ -261,9 +222,8 @@ Result<std::unique_ptr<Executor>> make_forward(const Problem& problem, const Dev
 Result<std::unique_ptr<Executor>> make_chunk_fwd(const Problem& problem, const Device& device,
                                                  const Options& options) {
   if (Status status = check_hopper(device, obstacle_of(problem)); !status.ok()) return status;
-  // An explicit choice refuses what it does not take.
-  if (!options.implementation.empty()) return make_pipeline(problem, device, prep_and_scan);
-  return make_forward(problem, device);
+  const HopperRow row{"sm90_chunk_fwd", prep_and_scan, cuda::chunk_fwd, kInUnits};
+  return make_row(row, problem, device, options);
 }
 
 }  // namespace kda::cuda::sm90

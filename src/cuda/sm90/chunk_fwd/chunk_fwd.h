@@ -66,6 +66,9 @@ PrepParams prep_params(Pipeline& run, bool split_beta);
 /// The same, launched.
 PrepParams prepare_records(Pipeline& run, bool split_beta);
 
+/// "" or why `scan` cannot read or write tiles of a tensor [B,T,HV,V].
+const char* tile_obstacle(const Tensor& t, const Sizes& sizes);
+
 /// "" or which size these kernels do not take.
 std::string size_obstacle(const Problem& problem);
 

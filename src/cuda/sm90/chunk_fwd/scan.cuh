@@ -145,7 +145,10 @@ struct ForwardConsumer {
   /// for in store_o since.
   __device__ __forceinline__ void store_h(const uint32_t (&h)[kState / 2], int32_t chunk) const {
     const int shift = p.chunk_size == 2 * kChunk ? 1 : 0;
-    if (p.h.data == nullptr || (chunk & shift) != 0) return;
+    if (p.h.data == nullptr) return;
+    // h stands before the chunks of its row, dh behind them.
+    const bool ends_row = (chunk & shift) == shift || chunk + 1 == work.chunks;
+    if (kWalk == Walk::kReverse ? !ends_row : (chunk & shift) != 0) return;
     unsigned char* const staging = memory.h(group);
 #pragma unroll
     for (int step = 0; step < K / 16; ++step) {

@@ -8,6 +8,7 @@
 #include "cuda/sm90/chunk_fwd/config.h"
 #include "cuda/tile/ring.cuh"
 #include "cuda/tile/sequence.cuh"
+#include "cuda/tile/swizzle.cuh"
 
 namespace kda::cuda::sm90 {
 
@@ -110,11 +111,34 @@ __device__ __forceinline__ int wait_for_records(const uint32_t* ready, int64_t s
   return missing == 0 ? 32 : __ffs(static_cast<int>(missing)) - 1;
 }
 
+/// Bytes of a record that a walk reads. The re-scan needs neither q 2^G nor the scores.
+template <int K, Walk kWalk>
+inline constexpr int kReadBytes =
+    kWalk == Walk::kForward   ? Record<K>::kBeta
+    : kWalk == Walk::kReverse ? Record<K>::kBytes
+                              : Record<K>::kBytes - K* kChunk * 2 - kChunk* kChunk * 2;
+
+/// copy(first byte, bytes) of each part of them.
+template <int K, Walk kWalk, class Copy>
+__device__ __forceinline__ void each_part(Copy copy) {
+  if constexpr (kWalk != Walk::kRescan) {
+    copy(0, kReadBytes<K, kWalk>);
+  } else {
+    constexpr int kKeys = kChunk * kPanelRowBytes;
+#pragma unroll
+    for (int panel = 0; panel < K / 64; ++panel) {
+      copy(Record<K>::kRead + 2 * panel * kKeys, kKeys);
+    }
+    copy(Record<K>::kUpdate, Record<K>::kScores - Record<K>::kUpdate);
+    copy(Record<K>::kDecay, Record<K>::kBytes - Record<K>::kDecay);
+  }
+}
+
 /// The loading warp.
 template <class Io, int K, Walk kWalk>
 __device__ void load_chunks(const ScanParams& p, const ForwardWork& work,
                             const ForwardMemory<K>& memory, ForwardBarriers& barriers) {
-  constexpr int kBytes = kWalk == Walk::kForward ? Record<K>::kBeta : Record<K>::kBytes;
+  constexpr int kBytes = kReadBytes<K, kWalk>;
   const auto bytes = static_cast<uint32_t>(kBytes + p.shape.groups * kTokenPanelBytes);
   const bool leads = threadIdx.x % 32 == 0;
   int ready = kWalk == Walk::kForward && p.ready != nullptr ? 0 : work.chunks;
@@ -130,8 +154,11 @@ __device__ void load_chunks(const ScanParams& p, const ForwardWork& work,
     uint64_t* const full = &barriers.full[at.stage];
     ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, full,
                                    bytes);
-    ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, memory.record(at.stage),
-                       p.records + record * Record<K>::kBytes, static_cast<uint32_t>(kBytes), full);
+    each_part<K, kWalk>([&](int first, int bytes) {
+      ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, memory.record(at.stage) + first,
+                         p.records + record * Record<K>::kBytes + first,
+                         static_cast<uint32_t>(bytes), full);
+    });
     for (int group = 0; group < p.shape.groups; ++group) {
       const int32_t from[4] = {static_cast<int32_t>(work.v0) + group * kGroupColumns,
                                static_cast<int32_t>(work.hv),

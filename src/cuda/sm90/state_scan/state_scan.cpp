@@ -1,15 +1,13 @@
 #include "cuda/sm90/state_scan/state_scan.h"
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <memory>
-#include <utility>
 
 #include <fmt/format.h>
 
-#include "cuda/generic/pipeline.h"
 #include "cuda/launch.h"
+#include "cuda/sm90/fallback.h"
 #include "cuda/sm90/requirements.h"
 #include "cuda/sm90/state_scan/instances/instances.h"
 #include "cuda/sm90/state_scan/state_scan_op.h"
@@ -22,7 +20,6 @@ namespace {
 using enum TensorId;
 
 constexpr int64_t kMostBlocks = int64_t{1} << 30;  // even, for clusters
-constexpr std::uintptr_t kAddressBytes = 16;
 
 TensorMapShape token_map(const Tensor& t, int64_t width, int64_t heads, int64_t T, int64_t B) {
   return {{width, heads, T, B},
@@ -82,60 +79,32 @@ ScanTiling choose_tiling(const StateScanParams& p, bool raw_dq) {
   return 2 * wide <= sms ? ScanTiling::kNarrow : ScanTiling::kWide;
 }
 
-/// The tensors that TMA and vector loads reach.
-std::array<std::pair<const char*, const Tensor*>, 8> addressed(const ScanRequest& request) {
-  const StateScanParams& p = request.scan;
-  return {{{"kg", &p.kg},
-           {"w", &p.w},
-           {"u", &p.u},
-           {"gamma", &p.gamma},
-           {"h", &p.h},
-           {"v_new", &p.v_new},
-           {"do", &request.grad_o},
-           {"dq_raw", &request.dq_raw}}};
-}
-
-bool is_aligned(const Tensor& tensor) {
-  return reinterpret_cast<std::uintptr_t>(tensor.data) % kAddressBytes == 0;
-}
-
-Status refuse_addresses(const ScanRequest& request, bool, cudaStream_t) {
-  for (const auto& [name, tensor] : addressed(request)) {
-    if (is_aligned(*tensor)) continue;
-    return {StatusCode::kInvalidArgument,
-            fmt::format("{}: found address {}, expected a multiple of {}, which sm90_state_scan "
-                        "needs; align it or choose cuda_state_scan",
-                        name, tensor->data, kAddressBytes)};
-  }
-  return {};
-}
-
-/// The generic kernels take every address, but an explicit choice does not fall back, nor does
-/// dq_raw, for which they need a larger workspace than the plan asked for.
-template <bool kExplicit>
-void stage_state_scan(Pipeline& run) {
+void scan_on_hopper(Pipeline& run) {
   ScanRequest request{{run[kKg], run[kW], run[kU], run[kGamma], run.state(kInitialState), run[kH],
                        run[kVNew], run.state(kFinalState), run.heads(), run.sequences()},
                       takes_part(run.problem(), kDo) ? run[kDo] : Tensor{},
                       run[kDqRaw]};
-  if (is_aligned(request)) {
-    const Sizes& sizes = run.problem().sizes;
-    const int64_t parts = run.has(kDqRaw) ? raw_dq_parts(sizes.V) : 1;
-    if (parts > 1) {
-      request.dq_raw = run.scratch({parts * sizes.B, sizes.T, sizes.HV, sizes.K});
-      request.dq_part = sizes.B * request.dq_raw.stride[0];
-    }
-    run(launch_state_scan, request);
-    if (parts > 1) {
-      run(launch_raw_dq_sum, RawDqSumParams{request.dq_raw, request.dq_part, parts, run[kDqRaw],
-                                            run.heads(), run.sequences()});
-    }
-  } else if (kExplicit || run.has(kDqRaw)) {
-    run(refuse_addresses, request);
-  } else {
-    return cuda::stage_state_scan(run);
+  const Sizes& sizes = run.problem().sizes;
+  const int64_t parts = run.has(kDqRaw) ? raw_dq_parts(sizes.V) : 1;
+  if (parts > 1) {
+    request.dq_raw = run.scratch({parts * sizes.B, sizes.T, sizes.HV, sizes.K});
+    request.dq_part = sizes.B * request.dq_raw.stride[0];
+  }
+  run(launch_state_scan, request);
+  if (parts > 1) {
+    run(launch_raw_dq_sum, RawDqSumParams{request.dq_raw, request.dq_part, parts, run[kDqRaw],
+                                          run.heads(), run.sequences()});
   }
   run.finish();
+}
+
+HopperRow row_of(const Problem& problem) {
+  HopperRow row{"sm90_state_scan",
+                scan_on_hopper,
+                cuda::stage_state_scan,
+                {kKg, kW, kU, kGamma, kH, kVNew, kDqRaw}};
+  if (takes_part(problem, kDo)) row.in_units.push_back(kDo);
+  return row;
 }
 
 }  // namespace
@@ -165,12 +134,6 @@ std::string state_scan_obstacle(const Problem& problem) {
 }
 
 int64_t raw_dq_parts(int64_t V) { return V / (V % 128 != 0 ? 64 : V % 256 != 0 ? 128 : 256); }
-
-bool is_aligned(const ScanRequest& request) {
-  const auto tensors = addressed(request);
-  return std::all_of(tensors.begin(), tensors.end(),
-                     [](const auto& row) { return is_aligned(*row.second); });
-}
 
 Status launch_state_scan(const ScanRequest& request, const ScanKernel& kernel,
                          cudaStream_t stream) {
@@ -226,9 +189,7 @@ Result<std::unique_ptr<Executor>> make_state_scan(const Problem& problem, const 
   if (Status status = check_hopper(device, state_scan_obstacle(problem)); !status.ok()) {
     return status;
   }
-  return make_pipeline(
-      problem, device,
-      options.implementation.empty() ? stage_state_scan<false> : stage_state_scan<true>);
+  return make_row(row_of(problem), problem, device, options);
 }
 
 }  // namespace kda::cuda::sm90

@@ -63,9 +63,6 @@ Status launch_raw_dq_sum(const RawDqSumParams& params, bool fp64, cudaStream_t s
 /// "" or the feature of the problem that the kernel lacks.
 std::string state_scan_obstacle(const Problem& problem);
 
-/// TMA and vector loads reach every address: multiples of 16.
-bool is_aligned(const ScanRequest& request);
-
 /// The scan of a problem without obstacle.
 Status launch_state_scan(const ScanRequest& request, bool fp64, cudaStream_t stream);
 
