@@ -25,8 +25,10 @@ struct PrepParams {
   Sequences sequences;  ///< with C = 32
   Heads heads;
   std::byte* records = nullptr;  ///< [chunk_rows, HV] of Record<K>::kBytes
-  uint32_t* ready = nullptr;     ///< set once its record is written, for a scan that runs beside
-  int32_t blocks = 0;            ///< of the grid; 0: one an item
+  uint32_t* ready = nullptr;     ///< a scan runs beside: set once its record is written
+  uint32_t* counters = nullptr;  ///< with ready
+  PrepRoom room;                 ///< with ready
+  int32_t blocks = 0;            ///< of the grid without; 0: one an item
   float beta_factor = 1;
   bool qk_l2norm = false;
   bool beta_sigmoid = false;

@@ -24,7 +24,8 @@
 //   4 stages of: record 29696, v 2 x 4096          151552
 //   staging of o 2 x 2 x 4096                       16384
 //   staging of h 2 x 16384 (where h is wanted)      32768
-//   barriers                                           64
+//   barriers                                           96
+// One warpgroup alone on an SM has 6 stages, so that records arrive in time while prep runs.
 //
 // Barriers, each per stage: `full`: the loading lane's arrival with the bytes of the record and of
 // v; consumers wait. `empty`: one arrival a consumer thread; the loading lane waits. Named barriers
