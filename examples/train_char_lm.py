@@ -113,6 +113,14 @@ def run(text, kernels, seed, steps):
     return {**found, "losses": [round(loss, 5) for loss in losses]}
 
 
+def pinned():
+    """Names of fla's kernels that have one configuration each (bench/python/pin_fla.py)."""
+    folder = os.environ.get("FLA_CONFIG_DIR")
+    if not folder or os.environ.get("FLA_CACHE_MODE", "disabled") == "disabled":
+        return []
+    return sorted(path.stem for path in pathlib.Path(folder).glob("*.json"))
+
+
 def write(report, path):
     """After each run, so that one cut short leaves those that it had."""
     if path:
@@ -136,7 +144,7 @@ def main():
     report = {"command": "python " + shlex.join(sys.argv),
               "machine": torch.cuda.get_device_name(0), "torch": torch.__version__,
               "native_kda": native_kda.__version__, "fla": __import__("fla").__version__,
-              "fla's configurations": os.environ.get("FLA_CACHE_MODE", "autotuned"),
+              "fla's pinned kernels": pinned(),
               "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
               "bytes of text": len(data), "steps": given.steps, "runs": []}
     curves = {}

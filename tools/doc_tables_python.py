@@ -18,8 +18,15 @@ def origin(report: dict) -> str:
 
 def configurations(report: dict) -> str:
     """How fla's kernels were configured, where that was not left to its autotuner."""
-    if report.get("fla's configurations", "autotuned") == "autotuned":
-        return ""
+    pinned = report.get("fla's pinned kernels", [])
+    if pinned and len(pinned) < 4:
+        names = ", ".join(f"`{name}`" for name in pinned)
+        return (
+            f"fla's kernels were autotuned, but for {names}, which both use, with one configuration "
+            "pinned by `bench/python/pin_fla.py`.\n"
+        )
+    if not pinned and report.get("fla's configurations", "autotuned") == "autotuned":
+        return "\nfla's kernels were autotuned.\n" if report.get("fla") else ""
     return (
         "fla's kernels were not autotuned: each had one configuration, pinned by "
         "`bench/python/pin_fla.py`.\n"
@@ -33,7 +40,7 @@ def table(columns: list, rows: list) -> str:
 
 def call_section(report: dict) -> str:
     """Time and memory of a call, native_kda / fla."""
-    names = [name for name in ("native_kda", "fla") if name in report["host"]]
+    names = [name for name in ("native_kda", "fla") if name in report["rows"][0]]
 
     def cell(row: dict, form: str, *path: str) -> str:
         values = []
@@ -56,13 +63,22 @@ def call_section(report: dict) -> str:
                 row["gate"],
                 cell(row, ".2f", "forward_ms", "median"),
                 cell(row, ".2f", "forward_and_backward_ms", "median"),
+                format(
+                    row["native_kda"]
+                    .get("graph_forward_and_backward_ms", {"median": float("nan")})["median"],
+                    ".2f",
+                ),
                 cell(row, ".2f", "forward_peak_bytes"),
                 cell(row, ".2f", "peak_bytes"),
             ]
         )
     columns = ["", "B, T, H, HV, K, V", "gate", "forward, ms", "with backward, ms"]
+    columns += ["with backward, in a CUDA graph (`native_kda`)"]
     columns += ["memory of the forward, GB", "with backward, GB"]
-    return origin(report) + table(columns, rows)
+    cells = "In each cell native_kda / fla.\n\n" if len(names) > 1 else ""
+    calls = ", ".join(f"`{name}`" for name in sorted(report["implementations"]))
+    ran = f"\nRan here: {calls}.\n"
+    return origin(report) + cells + table(columns, rows) + ran + configurations(report)
 
 
 def host_section(report: dict) -> str:
@@ -75,6 +91,22 @@ def host_section(report: dict) -> str:
     columns = ["microseconds", "forward, no_grad", "forward, gradients wanted"]
     columns += ["forward and backward", "decode with a pool"]
     return origin(report) + table(columns, rows)
+
+
+def accuracy_section(report: dict) -> str:
+    """Distance from float64, native_kda / fla, in thousandths."""
+    outputs = ["o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias"]
+    outputs.append("dinitial_state")
+
+    def cell(ratios: dict) -> str:
+        return " / ".join("not finite" if x is None else f"{1e3 * x:.1f}" for x in ratios.values())
+
+    rows = [
+        [f"`{row['case']}`"] + [cell(row["ratios"].get(name, {})) for name in outputs]
+        for row in report["rows"]
+    ]
+    calls = ", ".join(f"`{name}`" for name in sorted(report["implementations"]))
+    return origin(report) + table(["case", *outputs], rows) + f"\nRan here: {calls}.\n"
 
 
 def fla_tests_section(report: dict) -> str:
@@ -160,6 +192,12 @@ _SECTIONS = {
     "docs/python.md": [
         ("calls", call_section, "cuda_h200_python.json", "bench/python/call_speed.py"),
         ("host", host_section, "cuda_h200_python_host.json", "bench/python/call_speed.py"),
+        (
+            "accuracy",
+            accuracy_section,
+            "cuda_h200_python_accuracy.json",
+            "bench/python/accuracy.py",
+        ),
     ],
     "docs/fla.md": [
         ("fla tests", fla_tests_section, "cuda_h200_fla_tests.json", "bench/python/fla_plugin.py"),

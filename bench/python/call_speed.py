@@ -1,13 +1,15 @@
 """Time, memory and host overhead of the Python calls, beside flash-linear-attention's.
 
 usage: python bench/python/call_speed.py [--shapes S1,S3] [--gates softplus,lower_bound] [--no-fla]
-           [--repeat N] [--json bench/results/cuda_h200_python.json]
+           [--no-host] [--repeat N] [--json bench/results/cuda_h200_python.json]
        python bench/python/call_speed.py --cpu [--json FILE]
 
 Both contenders run in one process, alternating; the L2 cache is flushed before each run; of N runs
 by CUDA events the median and the 20th and 80th percentile are reported, after the results of both
-were compared. bf16; l2norm, gate and sigmoid of beta inside; final state asked for. With --cpu only
-the host time of calls on tensors of a few elements is measured, most of which is Python.
+were compared; of native_kda also those of a CUDA graph of forward and backward. bf16; l2norm, gate and sigmoid of beta inside; final state asked for. With --cpu only
+the host time of calls on tensors of a few elements is measured, most of which is Python; --no-host
+leaves that out. fla's kernels are tuned before they are timed: a first run takes minutes, and
+TRITON_CACHE_AUTOTUNING=1 keeps what it found for the next.
 """
 
 import argparse
@@ -87,6 +89,19 @@ def percentiles(values):
     return {"p20": cuts[1], "median": statistics.median(values), "p80": cuts[7]}
 
 
+def captured(function):
+    """The function as a CUDA graph, which leaves out what it costs the host."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        keep = function()
+    return lambda: (graph.replay(), keep)
+
+
 def peak_bytes(function):
     """What a call allocates at most, beyond what was there; results that it returns count."""
     torch.cuda.synchronize()
@@ -111,13 +126,27 @@ def functions(fla):
     return found
 
 
+class Nothing(torch.autograd.Function):
+    """What torch's automatic differentiation costs by itself."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, *others):
+        ctx.save_for_backward(q, k, v, *others)
+        return v.view_as(v)
+
+    @staticmethod
+    def backward(ctx, do):
+        return ctx.saved_tensors
+
+
 def overhead(fla, device):
     """A call with as little work as there is: what it costs the host."""
     sizes = (1, 64, 4, 4, 128, 128) if device == "cuda" else (1, 1, 1, 1, 4, 4)
     x = inputs(*sizes, device=device)
     xg = inputs(*sizes, grad=True, device=device)
     rows = {}
-    for name, function in functions(fla).items():
+    nothing = {"torch.autograd.Function": lambda **x: (Nothing.apply(*list(x.values())[:7]), None)}
+    for name, function in {**functions(fla), **nothing}.items():
         def step():
             o, _ = function(**xg, **FLAGS, output_final_state=True)
             torch.autograd.grad(o, list(xg.values()), torch.ones_like(o))
@@ -172,6 +201,9 @@ def compare(shape, gate, fla, repeat):
         }
         with torch.no_grad():
             row[name]["forward_peak_bytes"] = peak_bytes(lambda: function(**x, **options))
+    graph = captured(lambda: step(native_kda.chunk_kda))
+    replays = times({"native_kda": graph}, max(repeat // 2, 3))["native_kda"]
+    row["native_kda"]["graph_forward_and_backward_ms"] = percentiles(replays)
     return row
 
 
@@ -193,6 +225,7 @@ def main():
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--gates", default="softplus,lower_bound")
     parser.add_argument("--no-fla", action="store_true")
+    parser.add_argument("--no-host", action="store_true")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--repeat", type=int, default=15)
     parser.add_argument("--json")
@@ -210,20 +243,25 @@ def main():
         "python": sys.version.split()[0],
         "native_kda": native_kda.__version__,
         "fla": __import__("fla").__version__ if fla else None,
+        "fla's configurations": os.environ.get("FLA_CACHE_MODE", "autotuned"),
+        "KDA_IMPL": os.environ.get("KDA_IMPL", ""),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "host": overhead(fla, device),
+        "host": {},
         "rows": [],
-        "implementations": native_kda.hits(),
     }
-    print(json.dumps(report["host"]), flush=True)
-    write(report, given.json)
+    shapes = list(filter(None, given.shapes.split(",")))
     for gate in given.gates.split(","):
-        for shape in filter(None, given.shapes.split(",")):
+        for shape in shapes:
             report["rows"].append(compare(shape, gate, fla, given.repeat))
             print(json.dumps(report["rows"][-1]), flush=True)
             torch.cuda.empty_cache()
             report["implementations"] = native_kda.hits()
             write(report, given.json)
+    if not given.no_host:
+        report["host"] = overhead(fla, device)
+        print(json.dumps(report["host"]), flush=True)
+    report["implementations"] = native_kda.hits()
+    write(report, given.json)
 
 
 if __name__ == "__main__":

@@ -45,3 +45,19 @@ def disabled(tracing: bool = False) -> bool:
     name = "NATIVE_KDA_DISABLE"
     value = os.environ.get(name, "") if tracing else _native.environment(name)
     return value not in ("", "0")
+
+
+def chosen(tracing: bool = False) -> str:
+    """What KDA_IMPL names, "" if nothing. It is an explicit choice: no call goes elsewhere then."""
+    name = "KDA_IMPL"
+    value = os.environ.get(name, "") if tracing else _native.environment(name)
+    return value.strip(", ")
+
+
+def insist(error: Exception) -> _native.UnsupportedError:
+    """The error of a call that would go to flash-linear-attention, were KDA_IMPL not set."""
+    name = "KDA_IMPL"
+    return _native.UnsupportedError(
+        f"{error}. Environment variable {name}={_native.environment(name)!r} is an explicit choice, "
+        f"so that the call does not go to flash-linear-attention: unset {name} to let it"
+    )

@@ -34,9 +34,9 @@ def _versions() -> dict[str, str]:
 
 def _why_no_cuda() -> str:
     """The library's own words on why no CUDA device can be used."""
-    sizes = _problem.Sizes(1, 1, 1, 1, 1, 1)
+    sizes = _problem.Sizes(1, 1, 1, 1, 128, 128)  # and bf16: what every row takes
     names = ("q", "k", "v", "g", "beta", "o")
-    layouts = tuple((_problem.ID[name], _problem.F32, (), ()) for name in names)
+    layouts = tuple((_problem.ID[name], _problem.BF16, (), ()) for name in names)
     try:
         _problem.plan_of(0, sizes, _problem.Options(), layouts, (_problem.CUDA, 0))
     except (native_kda.UnsupportedError, RuntimeError, ValueError) as error:
@@ -93,7 +93,7 @@ def report() -> dict[str, Any]:
 def _flat(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_flat(entry)}" for name, entry in value.items()) or "none"
-    return " ".join(value) if isinstance(value, list) else str(value)
+    return f"({', '.join(value)})" if isinstance(value, list) else str(value)
 
 
 def main(arguments: list[str]) -> int:

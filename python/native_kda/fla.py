@@ -169,15 +169,29 @@ def _verify(function: str, args: tuple, kwargs: dict[str, Any]) -> tuple[bool, s
         if function == "chunk_kda":
             support.plan(call)
     except (UnsupportedError, ValueError, TypeError) as error:
-        return False, str(error)
+        # fla takes an error here for a no. It is raised when the call runs.
+        return (True, None) if _insists(function, error) else (False, str(error))
     return True, None
+
+
+def _insists(function: str, error: Exception) -> bool:
+    """Whether the call must fail here: KDA_IMPL is set and what it names cannot do it. The scan
+    serves other operators too, of which KDA_IMPL says nothing."""
+    if function == SCAN or not _log.chosen():
+        return False
+    return isinstance(error, UnsupportedError) or "KDA_IMPL" in str(error)
 
 
 def _run(function: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     if getattr(_state, "probe", None) is not None:
         _state.probe = True
         return None, None
-    result = _NATIVE[function](_CALLS[function](args, kwargs))
+    try:
+        result = _NATIVE[function](_CALLS[function](args, kwargs))
+    except UnsupportedError as error:
+        if _insists(function, error):
+            raise _log.insist(error) from None
+        raise
     _hits[function] += 1
     return result
 

@@ -62,6 +62,8 @@ def _dispatch(
     except UnsupportedError as error:
         if backend != "auto" or not _calls.is_torch(call["q"]):
             raise
+        if _log.chosen(_calls.is_tracing()):
+            raise _log.insist(error) from None
         reason = str(error)
     return _to_fla(function, reason, call, defaults)
 
@@ -120,7 +122,8 @@ def chunk_kda(
             cu_seqlens_cpu: the same on the host; only return_intermediate_states uses it.
         chunk_size: 64 or 32.
         backend: "cuda" or "cpu" insist on this library, "fla" on flash-linear-attention. "auto"
-            goes to flash-linear-attention with what this library cannot do, and logs why, once.
+            goes to flash-linear-attention with what this library cannot do, and logs why, once;
+            where KDA_IMPL names an implementation that is an error instead.
 
     Returns:
         (o, final_state), or (o, final_state, h). o: [B, T, HV, V] in the dtype of q. final_state:

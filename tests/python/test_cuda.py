@@ -63,6 +63,15 @@ def test_all_gradients_match_the_recurrence(dtype, shape, lower_bound):
     assert all(name.startswith(("cuda_", "sm90_")) for name in native_kda.hits())
 
 
+@pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="not a Hopper GPU")
+@pytest.mark.parametrize("V", [128, 256])
+def test_what_runs_by_default_on_hopper(V):
+    x = inputs(K=128, V=V)
+    o, _ = native_kda.chunk_kda(**x, **FLAGS)
+    o.sum().backward()
+    assert native_kda.hits() == {"sm90_chunk_fwd": 1, "sm90_chunk_bwd": 1}
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_packed_equals_separate(dtype):
     """VARLEN-03, VARLEN-11, VARLEN-16."""

@@ -222,6 +222,35 @@ def test_what_is_not_implemented_goes_to_fla(fla, caplog, monkeypatch):
     assert native_kda.fused_recurrent_kda(**x, **FLAGS) == "fla"
 
 
+@pytest.mark.parametrize("choice", ["cpu_chunk_bwd", "sm90", " sm90_chunk_fwd,"])
+def test_an_explicit_choice_does_not_go_to_fla(fla, monkeypatch, choice):
+    """KDA_IMPL names what cannot do the call: neither our function nor fla's falls back."""
+    built = {row[key] for row in native_kda.support_matrix() for key in ("implementation", "family")}
+    if choice.strip(" ,") not in built:
+        pytest.skip(f"{choice} is not built in")
+    gone = []
+    monkeypatch.setattr(native_kda.fla, "original", lambda name: lambda **_: gone.append(name))
+    x = inputs(8)
+    one = {n: t[:, :1] if n != "initial_state" and t.dim() > 2 else t for n, t in x.items()}
+    monkeypatch.setenv("KDA_IMPL", choice)
+    for function, call in [(native_kda.chunk_kda, x), (native_kda.fused_recurrent_kda, one),
+                           (fla.chunk_kda, x), (fla.fused_recurrent_kda, one),
+                           (native_kda.chunk_kda, dict(x, novelty=7))]:
+        with pytest.raises(native_kda.UnsupportedError, match="KDA_IMPL=.* unset KDA_IMPL"):
+            function(**call, **FLAGS)
+    assert native_kda.chunk_kda(**x, **FLAGS, backend="fla") is None and gone == ["chunk_kda"]
+    for nothing in ("", " , "):
+        monkeypatch.setenv("KDA_IMPL", nothing)
+        assert native_kda.chunk_kda(**x, **FLAGS, novelty=7) is None and len(gone) > 1
+
+
+def test_a_word_that_names_no_implementation_does_not_go_to_fla(fla, monkeypatch):
+    monkeypatch.setenv("KDA_IMPL", "fastest")
+    for function in (native_kda.chunk_kda, fla.chunk_kda):
+        with pytest.raises(ValueError, match="KDA_IMPL: found .fastest"):
+            function(**inputs(8), **FLAGS)
+
+
 def test_what_fla_must_do_itself(fla, monkeypatch):
     """The verifier refuses and names the reason, so that fla's dispatch goes on."""
     x = inputs(8)

@@ -150,3 +150,21 @@ def test_everything_public_is_annotated():
                 arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
                 bare = [a.arg for a in arguments if a.annotation is None]
                 assert node.returns is not None and not bare, node.name
+
+
+def test_the_stub_names_what_the_module_has():
+    from native_kda import _native
+
+    def public(names):
+        return {name for name in names if not name.startswith("_")}
+
+    found = {"": public(dir(_native))}
+    declared = {"": set()}
+    for node in ast.parse((PACKAGE / "_native.pyi").read_text()).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            declared[""].update(public([node.name]))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            declared[node.name] = public(
+                n.name for n in node.body if isinstance(n, ast.FunctionDef))
+            found[node.name] = public(vars(getattr(_native, node.name)))
+    assert declared == found
