@@ -236,8 +236,7 @@ struct ForwardConsumer {
     }
   }
 
-  /// Once a chunk's stage is full: its tile of v or do, transposed; zeros beyond the sequence,
-  /// where the tile may hold rows of another.
+  /// Once a chunk's stage is full: its tile of v or do.
   __device__ __forceinline__ void load_tokens(uint32_t (&x)[8], const StagePosition& position,
                                               int32_t chunk) const {
     wait_for(&barriers.full[position.stage], position.parity);
@@ -246,7 +245,12 @@ struct ForwardConsumer {
       for (uint32_t& pair : x) pair = 0;
       return;
     }
-    const unsigned char* const tile = memory.v(position.stage, group);
+    read_tokens(x, position.stage, chunk);
+  }
+
+  /// Transposed; zeros beyond the sequence, where the tile may hold rows of another.
+  __device__ __forceinline__ void read_tokens(uint32_t (&x)[8], int stage, int32_t chunk) const {
+    const unsigned char* const tile = memory.v(stage, group);
     ldmatrix_transposed(x, panel_line(tile, 0));
     ldmatrix_transposed(x + 4, panel_line(tile, 1));
     const int rows = rows_of(work, chunk);
@@ -255,6 +259,73 @@ struct ForwardConsumer {
     for (int i = 0; i < 8; ++i) {
       const int token = i / 2 * 8 + at.column;
       x[i] = token < rows ? (token + 1 < rows ? x[i] : x[i] & 0xffffu) : 0;
+    }
+  }
+
+  /// The exponent of infinity and NaN.
+  static constexpr uint32_t kNotFinite = __is_same(Io, __half) ? 0x7c00 : 0x7f80;
+
+  /// Whether any of the warp's elements is not finite: its product with 0 is NaN.
+  static __device__ __forceinline__ bool any_not_finite(const uint32_t (&x)[8]) {
+    uint32_t nothing = 0;
+#pragma unroll
+    for (const uint32_t pair : x) {
+      if constexpr (__is_same(Io, __half)) {
+        asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(nothing) : "r"(pair), "r"(0));
+      } else {
+        asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(nothing) : "r"(pair), "r"(0));
+      }
+    }
+    return __any_sync(~0u, (nothing & 0x7fff7fffu) != 0) != 0;
+  }
+
+  /// Zeros in the place of elements that are not finite: later tokens, which read them with factor
+  /// 0 like earlier ones, get their NaN by spoil_o.
+  static __device__ __forceinline__ void clear_not_finite(uint32_t (&x)[8]) {
+    constexpr uint32_t kHigh = kNotFinite << 16;
+#pragma unroll
+    for (uint32_t& pair : x) {
+      if ((pair & kNotFinite) == kNotFinite) pair &= 0xffff0000u;
+      if ((pair & kHigh) == kHigh) pair &= 0xffffu;
+    }
+  }
+
+  /// The first token whose v is not finite in each of the lane's rows of fragments; kChunk: none.
+  __device__ __forceinline__ void first_not_finite(int (&first)[2], int stage,
+                                                   int32_t chunk) const {
+    uint32_t x[8];
+    read_tokens(x, stage, chunk);
+    first[0] = first[1] = kChunk;
+#pragma unroll
+    for (int i = 7; i >= 0; --i) {
+      const int token = i / 2 * 8 + at.column;
+      if ((x[i] >> 16 & kNotFinite) == kNotFinite) first[i % 2] = token + 1;
+      if ((x[i] & kNotFinite) == kNotFinite) first[i % 2] = token;
+    }
+    for (int& token : first) {
+      token = min(token, __shfl_xor_sync(~0u, token, 1));
+      token = min(token, __shfl_xor_sync(~0u, token, 2));
+    }
+  }
+
+  /// NaN in each column of V from its first token on whose v is not finite.
+  __device__ __forceinline__ void spoil_o(uint32_t (&o)[8], int stage, int32_t chunk) const {
+    int first[2];
+    first_not_finite(first, stage, chunk);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int token = i / 2 * 8 + at.column;
+      if (token >= first[i % 2]) o[i] |= 0x7fffu;
+      if (token + 1 >= first[i % 2]) o[i] |= 0x7fff0000u;
+    }
+  }
+  __device__ __forceinline__ void spoil_state(float (&state)[kState], int stage,
+                                              int32_t chunk) const {
+    int first[2];
+    first_not_finite(first, stage, chunk);
+#pragma unroll
+    for (int i = 0; i < kState; ++i) {
+      if (first[i / 2 % 2] < kChunk) state[i] = __int_as_float(0x7fffffff);
     }
   }
 
@@ -332,6 +403,9 @@ struct ForwardConsumer {
       }
       wgmma_commit();
     }
+    // v that is not finite must not meet the zeros above the diagonals of T and P.
+    const bool spoilt = kHasO && any_not_finite(v);
+    if (spoilt) clear_not_finite(v);
     older_products_are_over<kHasO ? 2 : 1>();
     decay(state, record);
     wgmma_wait<kHasO ? 1 : 0>();
@@ -369,12 +443,14 @@ struct ForwardConsumer {
       uint32_t o[8];
 #pragma unroll
       for (int i = 0; i < 8; ++i) o[i] = pack<Io>(p.scale * O[2 * i], p.scale * O[2 * i + 1]);
+      if (spoilt) spoil_o(o, position.stage, c);
       store_o(o, c);
     } else if constexpr (kWalk != Walk::kSummary) {
       store_o(v_new, c);
     }
     if (c + 1 < work.chunks) load_tokens(v, next, c + 1);
     wgmma_wait<0>();
+    if (spoilt) spoil_state(state, position.stage, c);
     release(position);
   }
 
