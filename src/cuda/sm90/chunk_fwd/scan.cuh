@@ -315,8 +315,8 @@ struct ForwardConsumer {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int token = i / 2 * 8 + at.column;
-      if (token >= first[i % 2]) o[i] |= 0x7fffu;
-      if (token + 1 >= first[i % 2]) o[i] |= 0x7fff0000u;
+      if (token >= first[i % 2]) o[i] = (o[i] & 0xffff0000u) | 0x7fffu;
+      if (token + 1 >= first[i % 2]) o[i] = (o[i] & 0xffffu) | 0x7fff0000u;
     }
   }
   __device__ __forceinline__ void spoil_state(float (&state)[kState], int stage,
