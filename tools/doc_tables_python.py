@@ -22,8 +22,8 @@ def configurations(report: dict) -> str:
     if pinned and len(pinned) < 4:
         names = ", ".join(f"`{name}`" for name in pinned)
         return (
-            f"fla's kernels were autotuned, but for {names}, which both use, with one configuration "
-            "pinned by `bench/python/pin_fla.py`.\n"
+            f"fla's kernels were autotuned, but for {names}, which both use and which had "
+            "one configuration, pinned by `bench/python/pin_fla.py`.\n"
         )
     if not pinned and report.get("fla's configurations", "autotuned") == "autotuned":
         return "\nfla's kernels were autotuned.\n" if report.get("fla") else ""
@@ -51,34 +51,27 @@ def call_section(report: dict) -> str:
             values.append(format(value, form))
         return " / ".join(values)
 
+    graph = all("graph_forward_and_backward_ms" in row["native_kda"] for row in report["rows"])
     rows = []
     for row in report["rows"]:
         for name in names:
             for kind in ("peak_bytes", "forward_peak_bytes"):
                 row[name][kind] /= 1e9
-        rows.append(
-            [
-                row["shape"],
-                ", ".join(map(str, row["sizes"])),
-                row["gate"],
-                cell(row, ".2f", "forward_ms", "median"),
-                cell(row, ".2f", "forward_and_backward_ms", "median"),
-                format(
-                    row["native_kda"]
-                    .get("graph_forward_and_backward_ms", {"median": float("nan")})["median"],
-                    ".2f",
-                ),
-                cell(row, ".2f", "forward_peak_bytes"),
-                cell(row, ".2f", "peak_bytes"),
-            ]
-        )
+        cells = [row["shape"], ", ".join(map(str, row["sizes"])), row["gate"]]
+        cells.append(cell(row, ".2f", "forward_ms", "median"))
+        cells.append(cell(row, ".2f", "forward_and_backward_ms", "median"))
+        if graph:
+            cells.append(f"{row['native_kda']['graph_forward_and_backward_ms']['median']:.2f}")
+        cells.append(cell(row, ".2f", "forward_peak_bytes"))
+        cells.append(cell(row, ".2f", "peak_bytes"))
+        rows.append(cells)
     columns = ["", "B, T, H, HV, K, V", "gate", "forward, ms", "with backward, ms"]
-    columns += ["with backward, in a CUDA graph (`native_kda`)"]
+    columns += ["with backward, in a CUDA graph (`native_kda`)"] if graph else []
     columns += ["memory of the forward, GB", "with backward, GB"]
-    cells = "In each cell native_kda / fla.\n\n" if len(names) > 1 else ""
+    pairs = "In each cell native_kda / fla.\n\n" if len(names) > 1 else ""
     calls = ", ".join(f"`{name}`" for name in sorted(report["implementations"]))
     ran = f"\nRan here: {calls}.\n"
-    return origin(report) + cells + table(columns, rows) + ran + configurations(report)
+    return origin(report) + pairs + table(columns, rows) + ran + configurations(report)
 
 
 def host_section(report: dict) -> str:
@@ -106,7 +99,8 @@ def accuracy_section(report: dict) -> str:
         for row in report["rows"]
     ]
     calls = ", ".join(f"`{name}`" for name in sorted(report["implementations"]))
-    return origin(report) + table(["case", *outputs], rows) + f"\nRan here: {calls}.\n"
+    ran = calls or f"the rows of `KDA_IMPL={report['KDA_IMPL']}`"
+    return origin(report) + table(["case", *outputs], rows) + f"\nRan here: {ran}.\n"
 
 
 def fla_tests_section(report: dict) -> str:

@@ -6,10 +6,11 @@ usage: python bench/python/call_speed.py [--shapes S1,S3] [--gates softplus,lowe
 
 Both contenders run in one process, alternating; the L2 cache is flushed before each run; of N runs
 by CUDA events the median and the 20th and 80th percentile are reported, after the results of both
-were compared; of native_kda also those of a CUDA graph of forward and backward. bf16; l2norm, gate and sigmoid of beta inside; final state asked for. With --cpu only
-the host time of calls on tensors of a few elements is measured, most of which is Python; --no-host
-leaves that out. fla's kernels are tuned before they are timed: a first run takes minutes, and
-TRITON_CACHE_AUTOTUNING=1 keeps what it found for the next.
+were compared; of native_kda also those of a CUDA graph of forward and backward. bf16; l2norm, gate
+and sigmoid of beta inside; final state asked for. With --cpu only the host time of calls on tensors
+of a few elements is measured, most of which is Python; --no-host leaves that out. fla's kernels are
+tuned before they are timed: a first run takes minutes, and TRITON_CACHE_AUTOTUNING=1 keeps what it
+found for the next.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """Draws the loss curves of a report of examples/train_char_lm.py.
 
-usage: python bench/python/plot_losses.py bench/results/cuda_h200_char_lm.json docs/images/char_lm.svg
+usage: python bench/python/plot_losses.py bench/results/cuda_h200_char_lm.json
+           docs/images/char_lm.svg
 """
 
 import json
@@ -26,7 +27,8 @@ def main(source, target):
     _, axes = plt.subplots(figsize=(7, 4))
     for run in report["runs"]:
         axes.plot(smooth(run["losses"]), STYLES[run["kernels"]], linewidth=1.5,
-                  color=f"C{run['seed']}" if run["kernels"] == "native_kda" else "black", label=f"{run['kernels']}, seed {run['seed']}")
+                  color=f"C{run['seed']}" if run["kernels"] == "native_kda" else "black",
+                  label=f"{run['kernels']}, seed {run['seed']}")
     axes.set(xlabel="step", ylabel=f"cross-entropy, nats a byte, mean of {WINDOW} steps")
     axes.legend()
     plt.tight_layout()

@@ -3,7 +3,7 @@
 usage: python bench/python/plot_times.py forward|step TARGET.svg RESULTS.json...
 
 RESULTS are outputs of `kda bench --json` and files of peers in the same form (bench/results/cuda_h200_peers.json): of the
-shapes with B = 1, K = V = 128 the left panel takes those with HEADS heads, the right one those with TOKENS tokens.
+shapes with B = 1, K = V = 128, not packed, the left panel takes those with HEADS heads, the right one those with TOKENS tokens.
 """
 
 import json
@@ -37,7 +37,7 @@ def times(paths, operations):
     parts = defaultdict(dict)
     for row in rows(paths):
         B, T, H, HV, K, V = row["shape"]
-        if B != 1 or H != HV or (K, V) != (128, 128):
+        if B != 1 or H != HV or (K, V) != (128, 128) or row.get("sequences"):
             continue
         if row["operation"] == "step" and len(operations) == 2:  # what peers report
             parts[row["impl"], row["gate"], (T, H)] = dict.fromkeys(operations, row["median_ms"] / 2)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import _checks, _kda, _problem, _torch
+from . import _checks, _kda, _torch
 from ._problem import Options
 
 _INPUTS = (

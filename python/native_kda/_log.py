@@ -58,6 +58,6 @@ def insist(error: Exception) -> _native.UnsupportedError:
     """The error of a call that would go to flash-linear-attention, were KDA_IMPL not set."""
     name = "KDA_IMPL"
     return _native.UnsupportedError(
-        f"{error}. Environment variable {name}={_native.environment(name)!r} is an explicit choice, "
-        f"so that the call does not go to flash-linear-attention: unset {name} to let it"
+        f"{error}. Environment variable {name}={_native.environment(name)!r} is an explicit "
+        f"choice, so that the call does not go to flash-linear-attention: unset {name} to let it"
     )

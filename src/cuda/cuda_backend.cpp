@@ -64,8 +64,8 @@ constexpr std::array kRows = {
                    kMakeChunkForward},
     generic<cuda::chunk_fwd>("cuda_chunk_fwd", Operation::kChunkForward),
     Implementation{"sm90_chunk_bwd", kHopper, Operation::kChunkBackward, DeviceType::kCuda,
-                   "Hopper (sm_90): bf16 with K of 64 or 128, V a multiple of 64, every gate, rows "
-                   "of 16 bytes",
+                   "Hopper (sm_90): bf16 or fp16 with K of 64 or 128, V a multiple of 64, every "
+                   "gate, rows of 16 bytes",
                    kMakeChunkBackward},
     generic<cuda::chunk_bwd>("cuda_chunk_bwd", Operation::kChunkBackward),
     Implementation{"cuda_recurrent", kFamily, Operation::kRecurrent, DeviceType::kCuda,

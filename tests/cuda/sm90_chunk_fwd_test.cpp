@@ -1,7 +1,11 @@
 // sm90_chunk_fwd against the float64 reference on the same rounded inputs, in guarded memory and
 // under graph capture, and what it leaves to the generic row.
+#include <cmath>
+#include <initializer_list>
+#include <limits>
 #include <string>
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include "cuda/device_case.h"
@@ -136,6 +140,91 @@ TEST(Sm90ChunkForward, OfAPrefixNoBitDependsOnWhatFollows) {
     ASSERT_TRUE(changed.ok()) << changed.status().message();
     EXPECT_EQ(part_of(changed->outputs.at(kO), 1, 0, prefix).bytes, kept.bytes) << prefix;
   }
+}
+
+TensorMap run(const Case& c) {
+  Conditions conditions = on_hopper();
+  conditions.watch = cases::Watch::kNotUnwritten;
+  return run_guarded(problem_of(c, false), c.inputs, conditions).value().outputs;
+}
+
+/// The case with a value in one element of a token.
+Case spoilt(const Case& c, std::initializer_list<TensorId> ids, int64_t token, double value) {
+  Case other = c;
+  for (const TensorId id : ids) {
+    HostTensor& tensor = other.inputs.at(id);
+    const int64_t row = tensor.count() / tensor.shape[1];
+    tensor.set(token * row + row / 3, value);
+  }
+  return other;
+}
+
+/// Tokens from `token` on are NaN, but for columns other than `column` if that is given; all else
+/// has the bits of `clean`.
+void expect_spoilt(const HostTensor& o, const HostTensor& clean, int64_t token, int64_t column) {
+  const int64_t V = o.shape[3];
+  for (int64_t i = token * V; i < o.count(); ++i) {
+    if (column < 0 || i % V == column) {
+      ASSERT_TRUE(std::isnan(o.get(i))) << "token " << i / V << ", column " << i % V;
+    } else {
+      ASSERT_EQ(o.get(i), clean.get(i)) << "token " << i / V << ", column " << i % V;
+    }
+  }
+}
+
+/// Every tensor of a token in turn, not finite in one element.
+void expect_contained(const Case& c) {
+  SCOPED_TRACE(c.name);
+  const TensorMap clean = run(c);
+  const HostTensor& o = clean.at(kO);
+  for (const int64_t token : {1, 15, 16, 17, 31, 32, 50}) {
+    const HostTensor before = part_of(o, 1, 0, token);
+    const auto expect_prefix = [&](std::initializer_list<TensorId> ids, double value) {
+      SCOPED_TRACE(fmt::format("{} = {} at {}", name_of(*ids.begin()), value, token));
+      TensorMap results = run(spoilt(c, ids, token, value));
+      EXPECT_EQ(part_of(results.at(kO), 1, 0, token).bytes, before.bytes);
+      return results;
+    };
+    for (const TensorId id : {kK, kG, kBeta}) {
+      const TensorMap results = expect_prefix({id}, std::nan(""));
+      expect_spoilt(results.at(kO), o, token, -1);
+      const HostTensor& state = results.at(kFinalState);
+      for (int64_t i = 0; i < state.count(); ++i) ASSERT_TRUE(std::isnan(state.get(i))) << i;
+    }
+    const TensorMap results = expect_prefix({kV}, std::nan(""));
+    expect_spoilt(results.at(kO), o, token, o.shape[3] / 3);
+    const HostTensor q = expect_prefix({kQ}, std::nan("")).at(kO);
+    EXPECT_EQ(part_of(q, 1, token + 1, q.shape[1]).bytes,
+              part_of(o, 1, token + 1, o.shape[1]).bytes);
+    expect_prefix({kQ, kK, kV, kG, kBeta}, std::nan(""));
+    for (const TensorId id : {kQ, kK, kV, kBeta}) {
+      expect_prefix({id}, std::numeric_limits<double>::infinity());
+    }
+  }
+}
+
+void expect_contained(DType io) {
+  for (const int64_t K : {64, 128}) {
+    CaseSpec spec = spec_of({1, 70, 1, 1, K, 64, 0, 0}, io);
+    expect_contained(cases::generate(spec));
+    spec.family = Family::kDeep;
+    expect_contained(cases::generate(spec));
+    spec.family = Family::kUnit;
+    spec.gate = K == 64 ? Gate::kSoftplus : Gate::kLowerBound;
+    spec.qk_l2norm = spec.beta_sigmoid = true;
+    expect_contained(cases::generate(spec));
+  }
+}
+
+// CAUSAL-02: what is not finite never shows before its token, not even within the same 32.
+TEST(Sm90ChunkForward, NoTokenReachesBack) {
+  KDA_NEEDS_HOPPER();
+  expect_contained(kBF16);
+}
+
+TEST(Sm90ChunkForward, NoFp16TokenReachesBack) {
+  KDA_NEEDS_HOPPER();
+  expect_contained(kF16);
 }
 
 TEST(Sm90ChunkForward, ReasonsNameTheFeature) {

@@ -1,10 +1,12 @@
 // The chunk-parallel gradient by itself: every pair of chunks gets its own h and dh, and the token
 // recurrence of section 2.2 in float64 between them is the reference.
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <ostream>
 #include <random>
 #include <string>
@@ -24,25 +26,57 @@ constexpr int kTokens = kGradTokens;
 constexpr int kBlocks = 2;  ///< so that a block has several pairs
 using Values = std::vector<double>;
 
+/// kda::DType by value.
+constexpr int kBf16 = 1;
+constexpr int kFp16 = 2;
+constexpr int kFp32 = 3;
+
 struct Shape {
   int K, V, T, H, HV;
   double gate;  ///< natural-log decays reach down to this
   bool norm = false;
-  bool fp32 = true;  ///< dq, dk
+  bool fp32 = true;  ///< dq, dk; else as q
+  int type = kBf16;  ///< of q
 };
 
 std::ostream& operator<<(std::ostream& out, const Shape& s) {
   return out << "K " << s.K << " V " << s.V << " T " << s.T << " H " << s.H << " HV " << s.HV
-             << " gate " << s.gate << (s.norm ? " l2norm" : "") << (s.fp32 ? "" : " bf16");
+             << " gate " << s.gate << (s.norm ? " l2norm" : "") << (s.fp32 ? "" : " narrow dq")
+             << (s.type == kBf16 ? " bf16" : " fp16");
+}
+
+/// What a value becomes in an element type, and its bits.
+double rounded(double x, int type, uint32_t& bits) {
+  const auto wide = static_cast<float>(x);
+  if (type == kFp32) {
+    std::memcpy(&bits, &wide, sizeof bits);
+    return wide;
+  }
+  if (type == kFp16) {
+    const __half narrow = __float2half(wide);
+    bits = __half_as_ushort(narrow);
+    return __half2float(narrow);
+  }
+  const __nv_bfloat16 narrow = __float2bfloat16(wide);
+  bits = __bfloat16_as_ushort(narrow);
+  return __bfloat162float(narrow);
+}
+
+double value_of(uint32_t bits, int type) {
+  if (type == kFp16) return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
+  const uint32_t wide = type == kFp32 ? bits : bits << 16;
+  float x = 0;
+  std::memcpy(&x, &wide, sizeof x);
+  return x;
 }
 
 /// Memory of the device with its values on the host.
 struct Buffer {
   Values host;
   void* device = nullptr;
-  bool fp32;
+  int type;
 
-  Buffer(std::size_t count, bool wide) : host(count), fp32(wide) {
+  Buffer(std::size_t count, int element) : host(count), type(element) {
     cudaMalloc(&device, count * bytes());
     cudaMemset(device, 0xff, count * bytes());
   }
@@ -50,32 +84,30 @@ struct Buffer {
   Buffer& operator=(const Buffer&) = delete;
   ~Buffer() { cudaFree(device); }
 
-  std::size_t bytes() const { return fp32 ? 4 : 2; }
+  std::size_t bytes() const { return type == kFp32 ? 4 : 2; }
   /// Rounds the host's values to the element type.
   void upload() {
-    std::vector<float> wide(host.size());
-    std::vector<__nv_bfloat16> narrow(host.size());
+    std::vector<unsigned char> image(host.size() * bytes());
     for (std::size_t i = 0; i < host.size(); ++i) {
-      wide[i] = static_cast<float>(host[i]);
-      narrow[i] = __float2bfloat16(wide[i]);
-      host[i] = fp32 ? wide[i] : __bfloat162float(narrow[i]);
+      uint32_t bits = 0;
+      host[i] = rounded(host[i], type, bits);
+      std::memcpy(image.data() + i * bytes(), &bits, bytes());
     }
-    cudaMemcpy(device, fp32 ? static_cast<void*>(wide.data()) : narrow.data(),
-               host.size() * bytes(), cudaMemcpyHostToDevice);
+    cudaMemcpy(device, image.data(), image.size(), cudaMemcpyHostToDevice);
   }
   Values download() const {
-    std::vector<float> wide(host.size());
-    std::vector<__nv_bfloat16> narrow(host.size());
-    cudaMemcpy(fp32 ? static_cast<void*>(wide.data()) : narrow.data(), device,
-               host.size() * bytes(), cudaMemcpyDeviceToHost);
+    std::vector<unsigned char> image(host.size() * bytes());
+    cudaMemcpy(image.data(), device, image.size(), cudaMemcpyDeviceToHost);
     Values values(host.size());
     for (std::size_t i = 0; i < values.size(); ++i) {
-      values[i] = fp32 ? wide[i] : __bfloat162float(narrow[i]);
+      uint32_t bits = 0;
+      std::memcpy(&bits, image.data() + i * bytes(), bytes());
+      values[i] = value_of(bits, type);
     }
     return values;
   }
   Tensor tensor(int64_t tokens, int64_t heads, int64_t columns) const {
-    return {device, {tokens * heads * columns, heads * columns, columns, 1}, fp32 ? 3 : 1};
+    return {device, {tokens * heads * columns, heads * columns, columns, 1}, type};
   }
 };
 
@@ -97,23 +129,24 @@ class Gradient {
   explicit Gradient(const Shape& s)
       : s_(s),
         chunks_((s.T + kTokens - 1) / kTokens),
-        q(tokens(s.H, s.K), false),
-        k(tokens(s.H, s.K), false),
-        v(tokens(s.HV, s.V), false),
-        g(tokens(s.HV, s.K), true),
-        beta(tokens(s.HV, 1), true),
-        grad_o(tokens(s.HV, s.V), false),
-        v_new(tokens(s.HV, s.V), false),
-        R(tokens(s.HV, s.V), false),
-        h(states(), false),
-        dh(states(), false),
-        dq(tokens(s.HV, s.K), s.fp32),
-        dk(tokens(s.HV, s.K), s.fp32),
-        dv(tokens(s.HV, s.V), false),
-        dg(tokens(s.HV, s.K), true),
-        dbeta(tokens(s.HV, 1), true) {
+        q(tokens(s.H, s.K), s.type),
+        k(tokens(s.H, s.K), s.type),
+        v(tokens(s.HV, s.V), s.type),
+        g(tokens(s.HV, s.K), kFp32),
+        beta(tokens(s.HV, 1), kFp32),
+        grad_o(tokens(s.HV, s.V), s.type),
+        v_new(tokens(s.HV, s.V), s.type),
+        R(tokens(s.HV, s.V), s.type),
+        h(states(), s.type),
+        dh(states(), s.type),
+        dq(tokens(s.HV, s.K), s.fp32 ? kFp32 : s.type),
+        dk(tokens(s.HV, s.K), s.fp32 ? kFp32 : s.type),
+        dv(tokens(s.HV, s.V), s.type),
+        dg(tokens(s.HV, s.K), kFp32),
+        dbeta(tokens(s.HV, 1), kFp32),
+        units(static_cast<std::size_t>(2 * chunks_ * s.HV * (s.V / kGradColumns)), kFp32) {
     fill();
-    for (Buffer* b : {&q, &k, &v, &g, &beta, &grad_o, &h, &dh}) b->upload();
+    for (Buffer* b : {&q, &k, &v, &g, &beta, &grad_o, &h, &dh, &units}) b->upload();
     for (int c = 0; c < chunks_; ++c) {
       for (int hv = 0; hv < s.HV; ++hv) reference(c, hv);
     }
@@ -141,6 +174,7 @@ class Gradient {
     p.sequences.T = s_.T;
     p.sequences.C = kTokens;
     p.sequences.chunk_rows = p.sequences.chunks_per_row = chunks_;
+    if (s_.type == kFp16) p.units = static_cast<const float*>(units.device);
     p.heads = {s_.H, s_.HV, s_.HV / s_.H, s_.V, s_.K};
     p.scale = static_cast<float>(kScale);
     p.mantissa = static_cast<float>(kMantissa);
@@ -173,11 +207,13 @@ class Gradient {
 
   /// (7.1) over everything and over each chunk, against the targets of 7.3.
   void check() const {
-    check("dq", dq, s_.K, 6e-3);
-    check("dk", dk, s_.K, 6e-3);
-    check("dv", dv, s_.V, 6e-3);
-    check("dg", dg, s_.K, 1e-2);
-    check("dbeta", dbeta, 1, 8e-3);
+    const bool fp16 = s_.type == kFp16;
+    const double limit = fp16 ? 1e-3 : 6e-3;
+    check("dq", dq, s_.K, limit);
+    check("dk", dk, s_.K, limit);
+    check("dv", dv, s_.V, limit);
+    check("dg", dg, s_.K, fp16 ? 3e-3 : 1e-2);
+    check("dbeta", dbeta, 1, fp16 ? 1e-3 : 8e-3);
   }
 
  private:
@@ -191,17 +227,37 @@ class Gradient {
     return static_cast<std::size_t>(chunks_ * s_.HV) * static_cast<std::size_t>(s_.K * s_.V);
   }
 
+  /// What 1 in R is worth at a token; in fp16 every chunk and 64 columns have another unit.
+  double& unit_of(int token, int hv, int column) {
+    const int tiles = s_.V / kGradColumns;
+    return units.host[static_cast<std::size_t>((token / kChunk * s_.HV + hv) * tiles +
+                                               column / kGradColumns)];
+  }
+  /// The same in dh: that of the pair's last chunk.
+  double unit_behind(int pair, int hv, int column) {
+    return unit_of(std::min((pair + 1) * kTokens, s_.T) - 1, hv, column);
+  }
+
   void fill() {
+    for (std::size_t i = 0; i < units.host.size(); ++i) {
+      const int exponent = s_.type == kFp16 ? 5 - static_cast<int>(i * 7 % 11) : 0;
+      units.host[i] = std::ldexp(kMantissa, exponent);
+    }
     std::mt19937 random(7);
     std::normal_distribution<double> normal;
     std::uniform_real_distribution<double> uniform(0, 1);
-    const double unit = s_.norm ? 1 : 1 / std::sqrt(s_.K);
-    for (double& x : q.host) x = normal(random) * unit;
-    for (double& x : k.host) x = normal(random) * unit;
+    const double length = s_.norm ? 1 : 1 / std::sqrt(s_.K);
+    for (double& x : q.host) x = normal(random) * length;
+    for (double& x : k.host) x = normal(random) * length;
     for (double& x : v.host) x = normal(random);
     for (double& x : grad_o.host) x = normal(random);
     for (double& x : h.host) x = normal(random) * 0.3;
-    for (double& x : dh.host) x = normal(random) * 0.3;
+    for (std::size_t i = 0; i < dh.host.size(); ++i) {
+      const auto columns = static_cast<std::size_t>(s_.V);
+      const auto item = static_cast<int>(i / columns / static_cast<std::size_t>(s_.K));
+      const double unit = unit_behind(item / s_.HV, item % s_.HV, static_cast<int>(i % columns));
+      dh.host[i] = normal(random) * 0.3 * kMantissa / unit;
+    }
     for (double& x : beta.host) x = uniform(random);
     for (double& x : g.host) x = s_.gate * std::pow(uniform(random), 4);
   }
@@ -248,7 +304,7 @@ class Gradient {
       written.push_back(S);
     }
     Values D(dh.host.begin() + first, dh.host.begin() + first + K * V);
-    for (double& x : D) x *= kMantissa;
+    for (int i = 0; i < K * V; ++i) D[i] *= unit_behind(chunk, hv, i % V);
     for (int t = begin + rows - 1; t >= begin; --t) {
       const Values& key = keys[t - begin];
       const Values& St = decayed[t - begin];
@@ -276,14 +332,14 @@ class Gradient {
           e -= St[c * V + j] * key[c];
         }
         db += du * e;
-        r[j] = du / kMantissa;
+        r[j] = du / unit_of(t, hv, j);
         row(dv, t, s_.HV, hv, V)[j] = b * du;
       }
       for (int c = 0; c < K; ++c) {
         y[c] = z[c] = 0;
         const double decay = std::exp(std::max(row(g, t, s_.HV, hv, K)[c], -40.0));
         for (int j = 0; j < V; ++j) {
-          const double de = b * r[j] * kMantissa;
+          const double de = b * r[j] * unit_of(t, hv, j);
           y[c] += D[c * V + j] * u[j] - St[c * V + j] * de;
           const double Dt = D[c * V + j] - key[c] * de;
           z[c] += St[c * V + j] * Dt;
@@ -325,7 +381,7 @@ class Gradient {
 
   Shape s_;
   int chunks_;
-  Buffer q, k, v, g, beta, grad_o, v_new, R, h, dh, dq, dk, dv, dg, dbeta;
+  Buffer q, k, v, g, beta, grad_o, v_new, R, h, dh, dq, dk, dv, dg, dbeta, units;
 };
 
 class Sm90ChunkGrad : public ::testing::TestWithParam<Shape> {};
@@ -345,7 +401,13 @@ INSTANTIATE_TEST_SUITE_P(
                       Shape{64, 256, 33, 2, 2, -1}, Shape{128, 128, 64, 1, 1, -30},
                       Shape{64, 64, 47, 1, 1, -100}, Shape{128, 128, 134, 2, 2, -3, true},
                       Shape{64, 128, 134, 2, 2, -3, true, false},
-                      Shape{128, 128, 104, 1, 1, -3, true, false}));
+                      Shape{128, 128, 104, 1, 1, -3, true, false},
+                      Shape{64, 128, 139, 1, 2, -2, false, true, kFp16},
+                      Shape{128, 192, 50, 1, 2, -5, false, true, kFp16},
+                      Shape{128, 128, 64, 1, 1, -30, false, true, kFp16},
+                      Shape{64, 64, 47, 1, 1, -100, false, true, kFp16},
+                      Shape{64, 128, 134, 2, 2, -3, true, false, kFp16},
+                      Shape{128, 128, 104, 1, 1, -3, true, false, kFp16}));
 
 }  // namespace
 }  // namespace kda::cuda::sm90

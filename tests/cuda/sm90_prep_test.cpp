@@ -90,12 +90,15 @@ struct PrepCase {
             static_cast<int32_t>(dtype)};
   }
 
-  std::vector<unsigned char> records(int32_t blocks, uint32_t* ready) {
+  /// By `blocks` without flags, or by those of `room`.
+  std::vector<unsigned char> records(int32_t blocks, const PrepRoom& room = {},
+                                     uint32_t* ready = nullptr) {
     const auto bytes = static_cast<std::size_t>(
         kItems * (params.heads.K == 64 ? Record<64>::kBytes : Record<128>::kBytes));
     const Memory to = filled(bytes, 0);
     params.records = static_cast<std::byte*>(to.get());
     params.blocks = blocks;
+    params.room = room;
     params.ready = ready;
     EXPECT_TRUE(launch_prep(params, false, nullptr).ok());
     EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
@@ -109,11 +112,16 @@ TEST(Sm90Prep, RecordsAndFlagsDoNotDependOnTheGrid) {
     for (const int32_t K : {64, 128}) {
       SCOPED_TRACE(K);
       PrepCase c(K, dtype);
-      const std::vector<unsigned char> one_an_item = c.records(0, nullptr);
-      for (const int32_t blocks : {1, 5, 16}) {
-        const Memory ready = filled(kItems * sizeof(uint32_t), 0xff);
-        EXPECT_EQ(c.records(blocks, static_cast<uint32_t*>(ready.get())), one_an_item) << blocks;
-        EXPECT_EQ(values_of<uint32_t>(ready, kItems), std::vector<uint32_t>(kItems, 1)) << blocks;
+      const std::vector<unsigned char> one_an_item = c.records(0);
+      for (const int32_t blocks : {1, 5, 16}) EXPECT_EQ(c.records(blocks), one_an_item) << blocks;
+      // Of the third every block wants to leave and one has to stay; the last leaves some SMs.
+      for (const PrepRoom& room :
+           {PrepRoom{1, 0, 0}, PrepRoom{16, 0, 0}, PrepRoom{16, 256, 15}, PrepRoom{660, 40, 200}}) {
+        const Memory ready = filled((kItems + kPrepCounters) * sizeof(uint32_t), 0xff);
+        EXPECT_EQ(c.records(0, room, static_cast<uint32_t*>(ready.get())), one_an_item)
+            << room.blocks;
+        EXPECT_EQ(values_of<uint32_t>(ready, kItems), std::vector<uint32_t>(kItems, 1))
+            << room.blocks;
       }
     }
   }

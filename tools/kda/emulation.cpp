@@ -17,9 +17,15 @@ class ForwardHead : public EmulatedHead {
   /// Checkpoints go to rows `first` and following of h.
   void run(HostTensor& o, HostTensor& h, int64_t first, HostTensor& final_state) {
     Matrix state = state_of(kInitialState);
+    Matrix start = state;  // of the segment
     const int64_t per_row = case_.forward.chunk_size;
     for (int64_t begin = range_.begin; begin < range_.end; begin += emulation_.chunk) {
       const int64_t done = begin - range_.begin;
+      if (emulation_.segment > 0 && done > 0 && done % emulation_.segment == 0) {
+        // The first segment's end is that of an ordinary walk.
+        if (done > emulation_.segment) state = end_of_segment(start, begin);
+        start = state;
+      }
       if (done % per_row == 0) store_checkpoint(state, h, first + done / per_row);
       const int64_t rows = std::min(emulation_.chunk, range_.end - begin);
       const Matrix out = chunk(state, begin, rows);
@@ -37,6 +43,22 @@ class ForwardHead : public EmulatedHead {
       h.set((row * s_.HV + hv_) * size + i,
             rounded(state.data[static_cast<std::size_t>(i)], emulation_.type));
     }
+  }
+
+  /// Phi start + B of the segment that ends before `end`.
+  Matrix end_of_segment(const Matrix& start, int64_t end) const {
+    Matrix B(s_.K, s_.V);
+    Matrix Phi(s_.K, s_.K);
+    for (int64_t k = 0; k < s_.K; ++k) Phi(k, k) = 1;
+    for (int64_t begin = end - emulation_.segment; begin < end; begin += emulation_.chunk) {
+      ChunkOperands x = operands(begin, emulation_.chunk);
+      move_on(B, x, new_values(x, rounded(B, emulation_.type)));
+      x.v = Matrix(x.rows, s_.K);
+      move_on(Phi, x, new_values(x, rounded(Phi, emulation_.type)));
+    }
+    Matrix state = product(Phi, start);
+    for (std::size_t i = 0; i < B.data.size(); ++i) state.data[i] += B.data[i];
+    return state;
   }
 
   /// o of a chunk; moves the state on: (4.14) to (4.17).

@@ -16,9 +16,10 @@ struct Emulation {
   Form form = Form::kR;
   int64_t chunk = 32;
   DType type = DType::kBF16;     ///< what is rounded to; kF64 rounds nothing
-  bool rounded_scores = false;   ///< the operands of L and P, dP and dL are of `type` too
+  DType scores = DType::kF64;    ///< of the operands of L and P, of dP and dL; as `type`
   bool two_term_update = false;  ///< kg is the sum of two values of `type`
   bool matched_pairs = true;     ///< W multiplies by the scores' operands as they were rounded
+  int64_t segment = 0;  ///< forward: tokens, a multiple of chunk; segments start from Phi S + B
 };
 
 /// o, h and final_state as fp64 tensors. Takes every option of a forward case; its chunk_size must

@@ -51,7 +51,7 @@ class BackwardHead : public EmulatedHead {
     for (int64_t begin = range_.begin; begin < range_.end; begin += emulation_.chunk) {
       chunks.push_back(operands(begin, std::min(emulation_.chunk, range_.end - begin)));
       const Matrix h = rounded(state, emulation_.type);
-      const Matrix v_new = new_values(chunks.back(), h);
+      const Matrix v_new = new_values(chunks.back(), h, true);
       move_on(state, chunks.back(), v_new);
       const Matrix none(0, 0);
       gradients.push_back({none, none, none, none, h, none, v_new});
@@ -134,11 +134,11 @@ class BackwardHead : public EmulatedHead {
     for (int64_t i = 0; i < x.rows; ++i) {
       const double beta = x.beta[static_cast<std::size_t>(i)];
       for (int64_t j = 0; j < i; ++j) {
-        const double dP = rounded(g.dP(i, j), score_type());
-        const double dL = rounded(g.dL(i, j), score_type());
+        const double dP = rounded(g.dP(i, j), emulation_.scores);
+        const double dL = rounded(g.dL(i, j), emulation_.scores);
         for (int64_t c = 0; c < s_.K; ++c) {
           const PairDecays::Factors f = x.decays(i, j, c);
-          const DType type = f.far ? DType::kF64 : score_type();
+          const DType type = f.far ? DType::kF64 : emulation_.scores;
           const double q = rounded(x.q(i, c) * f.up, type);
           const double kb = rounded(x.k(i, c) * f.up * beta, type);
           const double k = rounded(x.k(j, c) * f.down, type);

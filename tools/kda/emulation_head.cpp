@@ -179,7 +179,7 @@ Matrix EmulatedHead::scores(const Matrix& x, const Matrix& k, const PairDecays& 
     for (int64_t j = 0; j <= i; ++j) {
       for (int64_t c = 0; c < s_.K; ++c) {
         const PairDecays::Factors f = decays(i, j, c);
-        const DType type = f.far ? DType::kF64 : score_type();
+        const DType type = f.far ? DType::kF64 : emulation_.scores;
         m(i, j) += rounded(x(i, c) * f.up, type) * rounded(k(j, c) * f.down, type);
       }
     }
@@ -228,7 +228,7 @@ Matrix EmulatedHead::w_of(const ChunkOperands& x) const {
   return rounded(product(rounded(x.A, type), rounded(by_rows(x.ke, x.beta), type)), type);
 }
 
-Matrix EmulatedHead::new_values(const ChunkOperands& x, const Matrix& h) const {
+Matrix EmulatedHead::new_values(const ChunkOperands& x, const Matrix& h, bool split_beta) const {
   const DType type = emulation_.type;
   if (emulation_.form == Emulation::Form::kWu) {
     const Matrix u =
@@ -236,11 +236,15 @@ Matrix EmulatedHead::new_values(const ChunkOperands& x, const Matrix& h) const {
     return rounded(difference(u, product(w_of(x), h)), type);
   }
   Matrix T = x.A;
-  for (int64_t i = 0; i < T.rows; ++i) {
-    for (int64_t j = 0; j < T.columns; ++j) T(i, j) *= x.beta[static_cast<std::size_t>(j)];
+  Matrix r = difference(x.v, product(rounded(x.ke, type), h));
+  if (split_beta) {
+    r = by_rows(r, x.beta);
+  } else {
+    for (int64_t i = 0; i < T.rows; ++i) {
+      for (int64_t j = 0; j < T.columns; ++j) T(i, j) *= x.beta[static_cast<std::size_t>(j)];
+    }
   }
-  const Matrix r = rounded(difference(x.v, product(rounded(x.ke, type), h)), type);
-  return rounded(product(rounded(T, type), r), type);
+  return rounded(product(rounded(T, type), rounded(r, type)), type);
 }
 
 /// (4.15).
@@ -248,7 +252,7 @@ void EmulatedHead::move_on(Matrix& state, const ChunkOperands& x, const Matrix& 
   const Matrix change = product(x.update, v_new);
   for (int64_t c = 0; c < s_.K; ++c) {
     const double kept = std::exp(x.G(x.rows - 1, c));
-    for (int64_t j = 0; j < s_.V; ++j) state(c, j) = kept * state(c, j) + change(c, j);
+    for (int64_t j = 0; j < state.columns; ++j) state(c, j) = kept * state(c, j) + change(c, j);
   }
 }
 

@@ -100,12 +100,11 @@ class EmulatedHead {
   double gate_input(int64_t token, int64_t k) const;
 
   ChunkOperands operands(int64_t begin, int64_t rows) const;
-  Matrix new_values(const ChunkOperands& x, const Matrix& h) const;
+  /// The r form: T = A diag(beta) as one operand or, as the backward's walk does, beta times r.
+  Matrix new_values(const ChunkOperands& x, const Matrix& h, bool split_beta = false) const;
   /// (4.11), rounded, and A beside it.
   Matrix w_of(const ChunkOperands& x) const;
   void move_on(Matrix& state, const ChunkOperands& x, const Matrix& v_new) const;
-
-  DType score_type() const { return emulation_.rounded_scores ? emulation_.type : DType::kF64; }
 
   const Case& case_;
   const Emulation& emulation_;

@@ -85,6 +85,15 @@ void add_dtypes(std::vector<CaseSpec>& suite) {
     full.beta_sigmoid = true;
     suite.push_back(full);
   }
+  // Sizes that every 16-bit implementation takes.
+  for (const Gate gate : {Gate::kNone, Gate::kSoftplus, Gate::kLowerBound}) {
+    CaseSpec spec = sized(gate == Gate::kSoftplus ? Sizes{1, 130, 1, 2, 64, 128, 0, 0}
+                                                  : Sizes{1, 130, 2, 2, 128, 64, 0, 0});
+    spec.io = DType::kF16;
+    spec.gate = gate;
+    spec.qk_l2norm = spec.beta_sigmoid = gate != Gate::kNone;
+    suite.push_back(spec);
+  }
 }
 
 }  // namespace

@@ -25,7 +25,9 @@ constexpr std::initializer_list<TensorId> kInUnits = {kQ, kK, kV, kG, kDo, kDq, 
 
 constexpr int kMostExponent = 32;  ///< do times 2^e has to stay within the range of bf16
 
-/// scale = mantissa * factor, 1 <= |mantissa| < 2, factor a power of two.
+DType io_of(const Problem& problem) { return problem[kQ].dtype; }
+
+/// scale = mantissa * factor, 1 <= |mantissa| < 2, factor a power of two, or 0.
 struct Scale {
   float mantissa;
   float factor;
@@ -33,18 +35,19 @@ struct Scale {
 };
 
 Scale split(double scale) {
+  if (scale == 0) return {1, 0, 0};
   int exponent = 0;
   const double half = std::frexp(scale, &exponent);
   return {static_cast<float>(2 * half), std::ldexp(1.0f, exponent - 1), exponent - 1};
 }
 
-/// Contiguous bf16 scratch.
-Tensor scratch_bf16(Pipeline& run, const int64_t (&shape)[4]) {
+/// Contiguous scratch of q's dtype.
+Tensor scratch_io(Pipeline& run, const int64_t (&shape)[4]) {
   Tensor t;
   t.data = run.bytes(shape[0] * shape[1] * shape[2] * shape[3], 2);
   t.stride[3] = 1;
   for (int i = 2; i >= 0; --i) t.stride[i] = t.stride[i + 1] * shape[i + 1];
-  t.dtype = static_cast<int32_t>(DType::kBF16);
+  t.dtype = static_cast<int32_t>(io_of(run.problem()));
   return t;
 }
 
@@ -52,15 +55,21 @@ Tensor scratch_bf16(Pipeline& run, const int64_t (&shape)[4]) {
 bool writes_keys(const Problem& problem) {
   const DType dtype = problem[kDq].dtype;
   return problem.sizes.HV == problem.sizes.H && problem.has(kDq) && problem.has(kDk) &&
-         dtype == problem[kDk].dtype && (dtype == DType::kBF16 || dtype == DType::kF32);
+         dtype == problem[kDk].dtype && (dtype == io_of(problem) || dtype == DType::kF32);
 }
 
 /// v_new has room in dq, of which grad writes a chunk once it has read the same one of v_new.
 bool fits_dq(Pipeline& run) {
   const Problem& problem = run.problem();
   const Sizes& s = problem.sizes;
-  return writes_keys(problem) && problem[kDq].dtype == DType::kBF16 && s.K == s.V &&
+  return writes_keys(problem) && problem[kDq].dtype == io_of(problem) && s.K == s.V &&
          *tile_obstacle(run[kDq], s) == '\0';
+}
+
+BackwardScans scans_of(const Problem& problem) {
+  const bool fp16 = io_of(problem) == DType::kF16;
+  if (problem.sizes.K == 64) return fp16 ? backward_scans_fp16_k64() : backward_scans_bf16_k64();
+  return fp16 ? backward_scans_fp16_k128() : backward_scans_bf16_k128();
 }
 
 /// v_new, h and R, dh of both walks, into `grad`, which knows its sequences.
@@ -77,20 +86,24 @@ void walk(Pipeline& run, const PrepParams& prep, GradParams& grad) {
   scan.side_by_side = 2;
   const int64_t rows = grad.sequences.chunk_rows;
   scan.v = run[kV];
-  scan.o = grad.v_new = fits_dq(run) ? run[kDq] : scratch_bf16(run, {s.B, s.T, s.HV, s.V});
-  scan.h = grad.h = scratch_bf16(run, {rows, s.HV, s.K, s.V});
+  scan.o = grad.v_new = fits_dq(run) ? run[kDq] : scratch_io(run, {s.B, s.T, s.HV, s.V});
+  scan.h = grad.h = scratch_io(run, {rows, s.HV, s.K, s.V});
   scan.initial_state = run.state(kInitialState);
-  const BackwardScans kernels = s.K == 64 ? backward_scans_k64() : backward_scans_k128();
+  const BackwardScans kernels = scans_of(run.problem());
   run(launch_scan, ScanLaunch{"sm90_chunk_bwd_rescan", scan, kernels.rescan});
 
   scan.v = run[kDo];
   // dv = m beta R: grad replaces each element by the one that it reads.
-  scan.o = grad.R = run.has(kDv) ? run[kDv] : scratch_bf16(run, {s.B, s.T, s.HV, s.V});
-  scan.h = grad.dh = scratch_bf16(run, {rows, s.HV, s.K, s.V});
+  scan.o = grad.R = run.has(kDv) ? run[kDv] : scratch_io(run, {s.B, s.T, s.HV, s.V});
+  scan.h = grad.dh = scratch_io(run, {rows, s.HV, s.K, s.V});
   scan.initial_state = run.state(kDfinalState);
   scan.final_state = run.state(kDinitialState);
   scan.scale = scale.factor;
   scan.mantissa = scale.mantissa;
+  if (io_of(run.problem()) == DType::kF16) {
+    scan.units = static_cast<float*>(run.scratch({2 * rows, s.HV, s.V / kGroupColumns}).data);
+    grad.units = scan.units;
+  }
   run(launch_scan, ScanLaunch{"sm90_chunk_bwd_reverse_scan", scan, kernels.reverse, true});
   grad.mantissa = scale.mantissa;
 }
@@ -164,23 +177,26 @@ void chunk_bwd(Pipeline& run) {
 /// "" or the feature that this leaf lacks.
 std::string obstacle_of(const Problem& problem) {
   if (std::string obstacle = size_obstacle(problem); !obstacle.empty()) return obstacle;
-  // 2^(first - G) of the diagonal blocks leaves the range of fp16.
-  for (const TensorId id : {kQ, kK, kV, kDo, kDv}) {
+  const DType io = io_of(problem);
+  if (io != DType::kBF16 && io != DType::kF16) return fmt::format("{} tensors (q)", name_of(io));
+  for (const TensorId id : {kDo, kDv}) {
     const DType dtype = problem[id].dtype;
-    if (problem.has(id) && dtype != DType::kBF16) {
-      return fmt::format("{} tensors ({})", name_of(dtype), name_of(id));
+    if (problem.has(id) && dtype != io) {
+      return fmt::format("{} tensors beside {} ones ({})", name_of(dtype), name_of(io),
+                         name_of(id));
     }
   }
   for (const TensorId id : {kInitialState, kDfinalState, kDinitialState}) {
     const DType dtype = problem[id].dtype;
-    if (problem.has(id) && dtype != DType::kF32 && dtype != DType::kBF16) {
+    if (problem.has(id) && dtype != DType::kF32 && dtype != io) {
       return fmt::format("{} tensors ({})", name_of(dtype), name_of(id));
     }
   }
   if (computes_in_fp64(problem)) return "fp64 tensors";
   const double scale = problem.effective_scale();
-  if (scale == 0 || !std::isfinite(scale) || std::abs(split(scale).exponent) > kMostExponent) {
-    return fmt::format("scale = {} (2^-{} to 2^{} in size)", scale, kMostExponent, kMostExponent);
+  if (!std::isfinite(scale) || std::abs(split(scale).exponent) > kMostExponent) {
+    return fmt::format("scale = {} (0 or 2^-{} to 2^{} in size)", scale, kMostExponent,
+                       kMostExponent);
   }
   return uneven_rows(problem, kInUnits);
 }

@@ -6,13 +6,24 @@
 #include "cuda/launch.h"
 #include "cuda/sm90/chunk_bwd/instances/grad_instances.h"
 #include "cuda/tensor_map.h"
+#include "kda/types.h"
 
 namespace kda::cuda::sm90 {
 
+namespace {
+
+GradKernel kernel_of(const GradParams& p) {
+  const bool fp16 = p.q.dtype == static_cast<int32_t>(DType::kF16);
+  const int32_t gate = p.gate.kind;
+  if (p.heads.K == 64) return fp16 ? grad_fp16_k64(gate) : grad_bf16_k64(gate);
+  return fp16 ? grad_fp16_k128(gate) : grad_bf16_k128(gate);
+}
+
+}  // namespace
+
 Status launch_grad(const GradParams& params, bool, cudaStream_t stream) {
   const Heads& heads = params.heads;
-  const GradKernel grad =
-      heads.K == 64 ? grad_bf16_k64(params.gate.kind) : grad_bf16_k128(params.gate.kind);
+  const GradKernel grad = kernel_of(params);
   const int64_t items = params.sequences.chunk_rows * heads.HV;
   if (items == 0) return {};
   const GradParams& p = params;

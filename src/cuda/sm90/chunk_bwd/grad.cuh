@@ -1,31 +1,36 @@
-// grad: one chunk of 32 tokens and one value head; h and dh around it, v_new and R of it and the
-// raw inputs -> dq, dk, dv, dg, dbeta and the chunk's part of dA_log and ddt_bias.
+// grad: a pair of chunks of 32 tokens and one value head; h before and dh behind the pair, v_new
+// and R of it and the raw inputs -> dq, dk, dv, dg, dbeta and the chunks' parts of dA_log and
+// ddt_bias.
 //
 // Grid: as many blocks as fit the SMs, two each (K = 64: three), so that one computes while the
-// other waits. A block of K / 64 warpgroups walks over items, (chunk, value head), heads fastest,
-// in steps of the grid. A warpgroup owns 64 channels.
+// other waits. A block of K / 64 warpgroups walks over pairs and value heads, heads fastest, in
+// steps of the grid; an item is a chunk of a pair, the later one first. A warpgroup owns 64
+// channels.
+// What the chunks of a pair exchange is in grad_cross.cuh.
 //
 // Accumulators are transposed, [64 channels x 32 tokens]. With h, dh as A operands, in tiles of 64
 // columns of V:
-//   [dqe | Y]^T = h [do; R]^T, dkx^T = dh v_new^T        wgmma m64n64, m64n32
-//   [dP; dL] = [do; R] v_new^T                           m64n32
+//   [dqe | Y]^T = h [do; R]^T                            wgmma m64n64
+//   dkx^T = dh v_new^T, also for the earlier chunk       m64n64
+//   [dP; dL] = [do; R] v_new^T, also over the earlier chunk: a warpgroup each    m64n32
 //   rowsum_V(h . dh)                                     mma.sync, under the products
 //   rowsum_V(R . v), dv = beta R                         CUDA cores, under the products
 // The gates come between the first and the second tile, whose loads they hide; then the intra part
-// (grad_intra.cuh) with bf16 operands of 48 and 64 rows, and everything of (5.32), (5.33) in the
-// accumulators' layout (grad_finish.cuh), at last the gates' backward (grad_gates.cuh). The first
-// tiles of the next item load from the moment on when nothing reads the operands of the intra part,
-// its q, k and g once dq and dk have left their place.
+// (grad_intra.cuh) with bf16 operands of 48 and 64 rows, in fp16 sums of two, and everything of
+// (5.32), (5.33) in the accumulators' layout (grad_finish.cuh), at last the gates' backward
+// (grad_gates.cuh). The first tiles of the next item load from the moment on when nothing reads the
+// operands of the intra part, its q, k and g once dq and dk have left their place.
 //
 // Shared memory, bytes, K = 128:
-//   tiles of h, dh, [do; R], v_new   45056   later operands of the intra part
-//   [dP; dL] arranged                 8192
+//   tiles of h, dh, [do; R], v       45056   later operands of the intra part and of the pair
+//   v_new of both chunks              8192   later [dP; dL] arranged
 //   G, fp32                          16896   later the steps of dg, then dg
 //   q, k                             17408   later staging of dq, dk
 //   raw g, room for fp32             17408
-//   sums, scalars, work items        10176
+//   sums, scalars, work items        10224
 //
-// Barriers: `states_full`, an mbarrier, for h and dh; __syncthreads between the phases.
+// Barriers: `states_full`, an mbarrier, for h and dh; `update_full` for the earlier chunk's kg and
+// decay; __syncthreads between the phases.
 #pragma once
 
 #include "cuda/ptx/wgmma.cuh"
@@ -106,6 +111,23 @@ struct GradBlock {
     float scores[Traits::kScores];
     float2 state_product{0, 0};  ///< of the channels of multiply_states
     float value_product[Traits::kValueRows] = {};
+    float unit = 1;  ///< fp16: of what is linear in R or dh
+
+    /// What is linear in R or dh, in another unit. R has the lower half of the rows of `scores`.
+    __device__ __forceinline__ void move_to(float next, int warp) {
+      const float factor = unit / next;
+      unit = next;
+      if (factor == 1) return;
+#pragma unroll
+      for (int i = 0; i < 16; ++i) S[16 + i] *= factor;
+#pragma unroll
+      for (float& x : dkx) x *= factor;
+#pragma unroll
+      for (float& x : scores) x *= warp % 4 >= 2 ? factor : 1;
+      state_product = state_product * factor;
+#pragma unroll
+      for (float& x : value_product) x *= factor;
+    }
   };
 
   GradShared<Io, K>& shared;
@@ -159,9 +181,16 @@ struct GradBlock {
   __device__ __forceinline__ void take_values(ValueSums& sums, int v0) const {
     wait_for_copies<LATER>();
     fence_tiles(v0);
+    float unit = p.mantissa;
+    if constexpr (Traits::kTwoTerms) {
+      unit = p.units[(work.row * p.heads.HV + work.hv) * (p.heads.V / kGradColumns) +
+                     v0 / kGradColumns];
+      if (v0 == 0) sums.unit = unit;
+      sums.move_to(unit, warp);
+    }
     issue_value_products(sums, v0 > 0);
     if (!work.carries) sums.state_product = multiply_states(shared, sums.state_product);
-    finish_values(shared, p, work, v0, sums.value_product);
+    finish_values(shared, p, work, v0, unit, sums.value_product);
     wgmma_wait<0>();
   }
 
@@ -180,6 +209,9 @@ struct GradBlock {
   }
 
   __device__ __forceinline__ void put_value_sums(const ValueSums& sums) const {
+    if constexpr (Traits::kTwoTerms) {
+      if (tid == 0) shared.extra.unit = sums.unit;
+    }
     if (lane / 8 == lane % 4) {
       float* const to = shared.state_product + 16 * warp + lane / 4;
       to[0] = sums.state_product.x;
@@ -195,10 +227,10 @@ struct GradBlock {
 
   /// Once the tiles in whose place they go have been read.
   __device__ __forceinline__ void put_scores(const ValueSums& sums) const {
-    if (warp < 4) put_scores_gradient(shared, sums.scores, p.scale, p.mantissa, warp, lane);
+    if (warp < 4) put_scores_gradient(shared, sums.scores, p.scale, unit_of(shared, p), warp, lane);
     if (!work.crosses || (Traits::kWarps > 4 && warp < 4)) return;
     const float* const cross = sums.scores + Traits::kScores - 16;
-    put_cross_gradient(shared, cross, p.scale, p.mantissa, warp % 4, lane);
+    put_cross_gradient(shared, cross, p.scale, unit_of(shared, p), warp % 4, lane);
   }
 
   /// G and the norms from the raw rows.
@@ -214,13 +246,22 @@ struct GradBlock {
     const PanelTile<kArranged> columns{shared_address(shared.intra.columns[warp / 4])};
     const PanelTile<2 * kChunk> scores{shared_address(shared.scores)};
     wgmma_fence();
+    add_rows(S, columns, scores);
+    if constexpr (Traits::kTwoTerms) {
+      add_rows(S, columns, PanelTile<2 * kChunk>{shared_address(shared.extra.low_scores)});
+      add_rows(S, second_term(shared, columns), scores);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+  }
+  static __device__ __forceinline__ void add_rows(float (&S)[32],
+                                                  const PanelTile<kArranged>& columns,
+                                                  const PanelTile<2 * kChunk>& scores) {
 #pragma unroll
     for (int step = 0; step < kArranged / 16; ++step) {
       wgmma_ss<Bf16, Major::kOuter, Major::kSummed>(S, columns.rows(step), scores.columns(step),
                                                     true);
     }
-    wgmma_commit();
-    wgmma_wait<0>();
   }
 
   /// dkc^T before the columns' factors, arranged.
@@ -228,12 +269,23 @@ struct GradBlock {
     const PanelTile<2 * kChunk> rows{shared_address(shared.intra.rows[warp / 4])};
     const PanelTile<2 * kChunk> scores{shared_address(shared.scores)};
     wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < 2 * kChunk / 16; ++step) {
-      wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(x, rows.rows(step), scores.rows(step), step > 0);
+    add_columns(x, rows, scores, false);
+    if constexpr (Traits::kTwoTerms) {
+      add_columns(x, rows, PanelTile<2 * kChunk>{shared_address(shared.extra.low_scores)}, true);
+      add_columns(x, second_term(shared, rows), scores, true);
     }
     wgmma_commit();
     wgmma_wait<0>();
+  }
+  static __device__ __forceinline__ void add_columns(float (&x)[24],
+                                                     const PanelTile<2 * kChunk>& rows,
+                                                     const PanelTile<2 * kChunk>& scores,
+                                                     bool add) {
+#pragma unroll
+    for (int step = 0; step < 2 * kChunk / 16; ++step) {
+      wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(x, rows.rows(step), scores.rows(step),
+                                                   add || step > 0);
+    }
   }
 
   /// One item. The tiles of its first columns of V are on their way, then its rows; leaves those of

@@ -21,22 +21,24 @@ inline constexpr int kMostGradBlocks = 288;
 constexpr int64_t grad_carry_bytes(int64_t K) { return 2 * K * 32 * 4; }
 
 /// Everything is linear in (do, dfinal_state). With scale = m 2^e, 1 <= |m| < 2, the reverse scan
-/// leaves R / m and dh / m in 16 bits.
+/// leaves R / m and dh / m in bf16; in fp16 in units, of which each chunk and 64 columns of V have
+/// their own (rev_unit.cuh).
 struct GradParams {
   Tensor q, k, v, beta, grad_o;
   GateParams gate;
-  Tensor v_new, R;           ///< [B,T,HV,V]
-  Tensor h, dh;              ///< [rows of kGradTokens, HV, K, V]
-  Tensor dq, dk;             ///< [B,T,HV,K], bf16 or fp32; of a value head
-  Tensor dv, dg, dbeta;      ///< of the inputs: dg of the raw gates
-  float* partial = nullptr;  ///< [2 rows, HV, K + 1]: sums of dz by channel, then of dA_log
-  float4* carry = nullptr;   ///< of as many blocks as there are, kMostGradBlocks at most
-  Sequences sequences;       ///< with C = kGradTokens
+  Tensor v_new, R;               ///< [B,T,HV,V]
+  Tensor h, dh;                  ///< [rows of kGradTokens, HV, K, V]
+  Tensor dq, dk;                 ///< [B,T,HV,K], as q or fp32; of a value head
+  Tensor dv, dg, dbeta;          ///< of the inputs: dg of the raw gates
+  float* partial = nullptr;      ///< [2 rows, HV, K + 1]: sums of dz by channel, then of dA_log
+  const float* units = nullptr;  ///< fp16: [2 rows, HV, V / 64], what 1 in R and dh is
+  float4* carry = nullptr;       ///< of as many blocks as there are, kMostGradBlocks at most
+  Sequences sequences;           ///< with C = kGradTokens
   const std::byte* records = nullptr;  ///< of prep
   Sequences record_sequences;          ///< with C = 32
   Heads heads;
   float scale = 1;
-  float mantissa = 1;  ///< m
+  float mantissa = 1;  ///< bf16: m
   float beta_factor = 1;
   bool qk_l2norm = false;    ///< q, k are normalised before use
   bool undo_l2norm = false;  ///< dq, dk are those of the inputs, (3.3); group == 1 only

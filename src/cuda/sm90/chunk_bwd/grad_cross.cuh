@@ -34,11 +34,12 @@ struct GradCross {
   __device__ __forceinline__ void multiply(float (&S)[32], float (&dkx)[32]) const {
     const GradLane at(warp, lane);
     wait_for(&shared.update_full, work.crossings % 2);
+    if constexpr (Traits::kTwoTerms) split_update();
     const float before[2] = {shared.decay_before[at.channel(0)],
                              shared.decay_before[at.channel(1)]};
     GradLane::each([&](int r, int, int c, int) {
       S[r] *= p.scale * before[c];
-      S[16 + r] *= -p.mantissa * before[c];
+      S[16 + r] *= -unit_of(shared, p) * before[c];
     });
     leave_states(dkx, at);
     const PanelTile<kChunk> kg{shared_address(shared.intra.update[warp / 4])};
@@ -50,9 +51,11 @@ struct GradCross {
     for (int step = 0; step < kChunk / 16; ++step) {
       wgmma_ss<Bf16, Major::kOuter, Major::kSummed>(S, kg.rows(step), cross.columns(step), true);
     }
+    if constexpr (Traits::kTwoTerms) add_second_terms(S, kg, cross);
     // Block 1 of the rows first: its reference is 2^(G_16 - first) of that of block 0.
     wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(dkg, rows.rows(1), cross.rows(1), false);
     wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(dkg, rows.rows(3), cross.rows(3), true);
+    if constexpr (Traits::kTwoTerms) add_second_terms(dkg, rows, cross, 1);
     wgmma_commit();
     const float first[2] = {shared.G[0][at.channel(0)], shared.G[0][at.channel(1)]};
     const float factor[2] = {exp2_of(shared.G[kBlock][at.channel(0)] - first[0]),
@@ -62,6 +65,7 @@ struct GradCross {
     wgmma_fence();
     wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(dkg, rows.rows(0), cross.rows(0), true);
     wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(dkg, rows.rows(2), cross.rows(2), true);
+    if constexpr (Traits::kTwoTerms) add_second_terms(dkg, rows, cross, 0);
     wgmma_commit();
     const float entering[2] = {exp2_of(first[0]), exp2_of(first[1])};
     wgmma_wait<0>();
@@ -72,7 +76,46 @@ struct GradCross {
     }
   }
 
-  /// The earlier chunk's dkx but for the mantissa, and rowsum(kg . dkx).
+  /// fp16's kg as two bf16 numbers, which hold it exactly, before anything reads it.
+  __device__ __forceinline__ void split_update() const {
+    auto* const high = reinterpret_cast<uint32_t*>(shared.intra.update);
+    auto* const low = reinterpret_cast<uint32_t*>(shared.extra.low.update);
+    constexpr int kWords = sizeof(shared.intra.update) / 4;
+#pragma unroll 4
+    for (int i = thread_index(); i < kWords; i += Traits::kThreads) {
+      const float2 x = unpack<Io>(high[i]);
+      high[i] = pack<Bf16>(x.x, x.y);
+      put_rest(reinterpret_cast<unsigned char*>(low + i), x);
+    }
+    ptx::fence_proxy_async(ptx::space_shared);
+    __syncthreads();
+  }
+
+  /// The products with one second term.
+  __device__ __forceinline__ void add_second_terms(float (&S)[32], const PanelTile<kChunk>& kg,
+                                                   const PanelTile<2 * kChunk>& cross) const {
+#pragma unroll
+    for (int step = 0; step < kChunk / 16; ++step) {
+      wgmma_ss<Bf16, Major::kOuter, Major::kSummed>(S, second_term(shared, kg).rows(step),
+                                                    cross.columns(step), true);
+      wgmma_ss<Bf16, Major::kOuter, Major::kSummed>(S, kg.rows(step),
+                                                    second_term(shared, cross).columns(step), true);
+    }
+  }
+  __device__ __forceinline__ void add_second_terms(float (&dkg)[16],
+                                                   const PanelTile<2 * kChunk>& rows,
+                                                   const PanelTile<2 * kChunk>& cross,
+                                                   int block) const {
+#pragma unroll
+    for (int step = block; step < 4; step += 2) {
+      wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(dkg, second_term(shared, rows).rows(step),
+                                                   cross.rows(step), true);
+      wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(dkg, rows.rows(step),
+                                                   second_term(shared, cross).rows(step), true);
+    }
+  }
+
+  /// The earlier chunk's dkx but for the mantissa, in fp16 at full scale, and rowsum(kg . dkx).
   __device__ __forceinline__ void leave_states(float (&dkx)[32], const GradLane& at) const {
     const float end[2] = {exp2_of(shared.G[kChunk - 1][at.channel(0)]),
                           exp2_of(shared.G[kChunk - 1][at.channel(1)])};
@@ -80,12 +123,22 @@ struct GradCross {
     float sum[2] = {};
 #pragma unroll
     for (int block = 0; block < 2; ++block) {
-      const TokenFragment<Io> kg(kg_row + static_cast<uint32_t>(block * kBlock * kPanelRowBytes));
+      const auto kg_block = kg_row + static_cast<uint32_t>(block * kBlock * kPanelRowBytes);
+      const TokenFragment<Bf16> kg(kg_block);
 #pragma unroll
       for (int r = 8 * block; r < 8 * block + 8; ++r) {
         const int c = r / 2 % 2;
         dkx[16 + r] *= end[c];
         sum[c] = fmaf(kg(r / 4, c, r % 2), dkx[16 + r], sum[c]);
+      }
+      if constexpr (Traits::kTwoTerms) {
+        const TokenFragment<Bf16> rest(kg_block + static_cast<uint32_t>(low_distance(shared)));
+#pragma unroll
+        for (int r = 8 * block; r < 8 * block + 8; ++r) {
+          const int c = r / 2 % 2;
+          sum[c] = fmaf(rest(r / 4, c, r % 2), dkx[16 + r], sum[c]);
+          dkx[16 + r] *= unit_of(shared, p);
+        }
       }
     }
 #pragma unroll
@@ -95,7 +148,7 @@ struct GradCross {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       for (int step = 1; step < 4; step *= 2) sum[c] += __shfl_xor_sync(~0u, sum[c], step);
-      if (lane % 4 == 0) shared.update_product[at.channel(c)] = p.mantissa * sum[c];
+      if (lane % 4 == 0) shared.update_product[at.channel(c)] = unit_of(shared, p) * sum[c];
     }
   }
 
@@ -103,6 +156,11 @@ struct GradCross {
   __device__ __forceinline__ void take_dkx(float (&dkx)[32]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) take(dkx + 4 * i, i);
+    if constexpr (Traits::kTwoTerms) {
+      const float inverse = 1 / unit_of(shared, p);
+#pragma unroll
+      for (int i = 0; i < 16; ++i) dkx[i] *= inverse;
+    }
   }
   template <int BLOCK>
   __device__ __forceinline__ void take_dkg(float (&dkg)[8]) const {

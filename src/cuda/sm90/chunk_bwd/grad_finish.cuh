@@ -48,7 +48,7 @@ struct GradFinish {
   /// chunk before takes part, the scale is in S already.
   __device__ __forceinline__ void scale_rows(float (&S)[32]) const {
     const float scale = work.crosses ? 1 : p.scale;
-    const float mantissa = work.crosses ? 1 : -p.mantissa;
+    const float mantissa = work.crosses ? 1 : -unit_of(shared, p);
     const ChannelGate gate[2] = {gate_of(0), gate_of(1)};
     float entering[2][2];
 #pragma unroll
@@ -77,7 +77,7 @@ struct GradFinish {
   ///
   /// A pair of tokens enters W of both with opposite signs, and dg of the tokens before takes the
   /// sum. There the rounding of its operands has to cancel too, so W multiplies the sums by the
-  /// operands as they were rounded.
+  /// operands as they were rounded; of two terms they are as good as exact.
   template <int BLOCK>
   __device__ __forceinline__ void combine_block(float (&S)[32], float (&dkx)[32],
                                                 const float (&x)[24], float (&W)[16],
@@ -90,7 +90,7 @@ struct GradFinish {
     if (work.carries) cross.template take_dkg<BLOCK>(dkg);
     constexpr uint32_t kBlockBytes = kBlock * kPanelRowBytes;
     const auto each = [](auto f) { GradLane::each<2 * BLOCK, 2 * BLOCK + 2>(f); };
-    {
+    if constexpr (!Traits::kTwoTerms) {
       const Fragment q_up(rows + BLOCK * kBlockBytes);
       each([&](int r, int i, int c, int e) { W[r] = q_up(i, c, e) * S[r]; });
       const Fragment k_up(rows + (2 + BLOCK) * kBlockBytes);
@@ -99,13 +99,14 @@ struct GradFinish {
       each(
           [&](int r, int i, int c, int e) { W[r] = fmaf(-down(i, c, e), x[r + 8 * BLOCK], W[r]); });
     }
-    if constexpr (BLOCK == 0) {
+    if constexpr (BLOCK == 0 && !Traits::kTwoTerms) {
       const Fragment cross(columns + kBlockBytes);
       each([&](int r, int i, int c, int e) { W[r] = fmaf(-cross(i, c, e), x[8 + r], W[r]); });
     }
     constexpr uint32_t kTileBytes = BLOCK * kBlock * Traits::kStride * sizeof(Io);
     const Fragment q(tile_row(shared.q) + kTileBytes);
     const Fragment k(tile_row(shared.k) + kTileBytes);
+    if constexpr (Traits::kTwoTerms) each([&](int r, int, int, int) { W[r] = 0; });
     if (work.carries) {
       each([&](int r, int i, int c, int e) {
         const int t = at.token(i, e);
@@ -126,7 +127,10 @@ struct GradFinish {
       const float z = k(i, c, e) * shared.norm[1][t];
       const float d = shared.diagonal[t];
       const float kr = up * S[16 + r];
-      const float last = p.mantissa * exp2_of(gate[c].end - g) * dkx[r];
+      const float last = unit_of(shared, p) * exp2_of(gate[c].end - g) * dkx[r];
+      if constexpr (Traits::kTwoTerms) {
+        W[r] += fmaf(y * up, S[r], z * fmaf(shared.beta[t], kr, dkg[r % 8] - dkc));
+      }
       S[r] = fmaf(d, z, up * S[r]);
       S[16 + r] = fmaf(shared.beta[t], kr, last) + fmaf(d, y, dkc);
       dkx[r] = last * z;
@@ -202,9 +206,10 @@ struct GradFinish {
       for (int w = 0; w < Traits::kWarps; ++w) sum += shared.partial[which][w][t];
       shared.sums[which][t] = sum;
       if (which == kKeySum && t < work.chunk.rows && p.dbeta.data != nullptr) {
-        store<float>(
-            p.dbeta, token_offset(p.dbeta, work.chunk.batch, work.chunk.begin + t, work.hv),
-            shared.beta_slope[t] * fmaf(p.mantissa, shared.value_product[t], sum));  // (3.13)
+        store<float>(p.dbeta,
+                     token_offset(p.dbeta, work.chunk.batch, work.chunk.begin + t, work.hv),
+                     shared.beta_slope[t] *
+                         fmaf(unit_of(shared, p), shared.value_product[t], sum));  // (3.13)
       }
     }
   }
@@ -272,7 +277,7 @@ struct GradFinish {
       shared.dg_first[channel] = all + shared.carry[channel];
       return;
     }
-    float decay = p.mantissa * exp2_of(end);
+    float decay = unit_of(shared, p) * exp2_of(end);
     if (!work.crosses) {
       shared.dg_first[channel] = fmaf(decay, shared.state_product[channel], all);
       return;

@@ -54,6 +54,12 @@ __device__ __forceinline__ float round_to(float x) {
   return unpack<T>(pack<T>(x, 0)).x;
 }
 
+/// The second term of a pair: what rounding to bf16 leaves.
+__device__ __forceinline__ void put_rest(unsigned char* to, float2 x) {
+  const float2 rest = x - unpack<Bf16>(pack<Bf16>(x.x, x.y));
+  *reinterpret_cast<uint32_t*>(to) = pack<Bf16>(rest.x, rest.y);
+}
+
 /// Operands of the intra products; a thread has a column pair and 8 tokens. Whether it is far.
 template <class Io, int K>
 __device__ __forceinline__ bool put_intra_tiles(GradShared<Io, K>& shared) {
@@ -69,6 +75,10 @@ __device__ __forceinline__ bool put_intra_tiles(GradShared<Io, K>& shared) {
   const auto put = [&](unsigned char* panel, int first_row, int t, float2 x) {
     *reinterpret_cast<uint32_t*>(panel + first_row * kPanelRowBytes + t * kPanelRowBytes +
                                  (place ^ (t << 4))) = pack<Bf16>(x.x, x.y);
+    if constexpr (GradTraits<Io, K>::kTwoTerms) {
+      put_rest(panel + low_distance(shared) + (first_row + t) * kPanelRowBytes + (place ^ (t << 4)),
+               x);
+    }
   };
   const int block = segment * kTokens / kBlock;
   const float2 first = pair_at(shared.G[block * kBlock], column);
@@ -95,14 +105,13 @@ __device__ __forceinline__ bool put_intra_tiles(GradShared<Io, K>& shared) {
   return range.x > kFarRow || range.y > kFarRow;
 }
 
-/// dP (5.2) and dL (5.28) from the products [do; R~] v_new^T, arranged; the diagonal apart. By one
-/// warpgroup, of which `warp` is one.
+/// dP (5.2) and dL (5.28) from the products [do; R~] v_new^T, arranged; the diagonal apart; `unit`
+/// is that of R. By one warpgroup, of which `warp` is one.
 template <class Io, int K>
 __device__ __forceinline__ void put_scores_gradient(GradShared<Io, K>& shared, const float* x,
-                                                    float scale, float mantissa, int warp,
-                                                    int lane) {
+                                                    float scale, float unit, int warp, int lane) {
   const bool second = warp % 2 == 1;
-  const float factor = warp < 2 ? scale : -mantissa;
+  const float factor = warp < 2 ? scale : -unit;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = 16 * warp + lane / 4 + 8 * half;
@@ -110,6 +119,10 @@ __device__ __forceinline__ void put_scores_gradient(GradShared<Io, K>& shared, c
     const auto put = [&](int column, float left, float right) {
       *reinterpret_cast<uint32_t*>(shared.scores + unit_offset(row, column / 8) + column % 8 * 2) =
           pack<Bf16>(left, right);
+      if constexpr (GradTraits<Io, K>::kTwoTerms) {
+        put_rest(shared.extra.low_scores + unit_offset(row, column / 8) + column % 8 * 2,
+                 {left, right});
+      }
     };
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
@@ -129,14 +142,17 @@ __device__ __forceinline__ void put_scores_gradient(GradShared<Io, K>& shared, c
 /// The same over the tokens of the chunk before: nothing is masked.
 template <class Io, int K>
 __device__ __forceinline__ void put_cross_gradient(GradShared<Io, K>& shared, const float* x,
-                                                   float scale, float mantissa, int warp,
-                                                   int lane) {
-  const float factor = warp < 2 ? scale : -mantissa;
+                                                   float scale, float unit, int warp, int lane) {
+  const float factor = warp < 2 ? scale : -unit;
 #pragma unroll
   for (int r = 0; r < 16; r += 2) {
     const int row = 16 * warp + lane / 4 + 8 * (r / 2 % 2);
     *reinterpret_cast<uint32_t*>(shared.intra.cross + unit_offset(row, r / 4) + lane % 4 * 4) =
         pack<Bf16>(factor * x[r], factor * x[r + 1]);
+    if constexpr (GradTraits<Io, K>::kTwoTerms) {
+      put_rest(shared.extra.low.cross + unit_offset(row, r / 4) + lane % 4 * 4,
+               {factor * x[r], factor * x[r + 1]});
+    }
   }
 }
 
@@ -144,8 +160,13 @@ template <class Io, int K>
 __device__ __forceinline__ float score_gradient(const GradShared<Io, K>& shared, int row, int i,
                                                 int j) {
   const int column = j + (i < kBlock ? 0 : kBlock);
-  return __bfloat162float(*reinterpret_cast<const Bf16*>(
-      shared.scores + unit_offset(row, column / 8) + column % 8 * 2));
+  const uint32_t offset = unit_offset(row, column / 8) + column % 8 * 2;
+  const float x = __bfloat162float(*reinterpret_cast<const Bf16*>(shared.scores + offset));
+  if constexpr (GradTraits<Io, K>::kTwoTerms) {
+    return x + __bfloat162float(*reinterpret_cast<const Bf16*>(shared.extra.low_scores + offset));
+  } else {
+    return x;
+  }
 }
 
 /// What token t of channel k takes from its far diagonal block: added to (dq2, z, dkc).

@@ -315,7 +315,8 @@ __device__ __forceinline__ float2 multiply_states(const GradShared<Io, K>& share
 /// dv = beta R (5.11) and rowsum_V(R . v) of one unit of each row of this thread.
 template <class Io, int K, int ROWS>
 __device__ __forceinline__ void finish_values(const GradShared<Io, K>& shared, const GradParams& p,
-                                              const GradWork& work, int v0, float (&sum)[ROWS]) {
+                                              const GradWork& work, int v0, float unit_of_R,
+                                              float (&sum)[ROWS]) {
   const int unit = thread_index() % 8;
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
@@ -326,7 +327,7 @@ __device__ __forceinline__ void finish_values(const GradShared<Io, K>& shared, c
     const uint4 v = *reinterpret_cast<const uint4*>(shared.value.v + unit_offset(row, unit));
     sum[i] = dot<Io>(R, v, sum[i]);
     if (p.dv.data == nullptr) continue;
-    const float factor = p.mantissa * shared.beta[row];
+    const float factor = unit_of_R * shared.beta[row];
     const auto scaled = [&](uint32_t pair) {
       const float2 x = unpack<Io>(pair);
       return pack<Io>(factor * x.x, factor * x.y);

@@ -38,7 +38,8 @@ struct GradTraits {
   static constexpr int kPairs = K / 2;
   static constexpr int kTokens = kChunk / (kThreads / kPairs);  ///< of a thread: 8
   static constexpr int kValueRows = kChunk * 8 / kThreads;      ///< of a thread, a unit each
-  static constexpr int kBlocksPerSm = K == 128 ? 2 : 3;
+  static constexpr bool kTwoTerms = !kIsBf16<Io>;  ///< intra operands; then R and dh have units
+  static constexpr int kBlocksPerSm = (K == 128 ? 2 : 3) - (kTwoTerms ? 1 : 0);
   /// Registers of [dP; dL]: with one warpgroup it has those over the earlier chunk too.
   static constexpr int kScores = K == 128 ? 16 : 32;
   static constexpr int kStride = K + 8;   ///< of q, k, raw g: fragment reads touch all banks
@@ -83,6 +84,17 @@ struct IntraTiles {
   unsigned char rows[K / 64][2 * kChunk * kPanelRowBytes];  ///< q up, then beta k up
   unsigned char update[K / 64][kChunk * kPanelRowBytes];    ///< kg of the earlier chunk
   unsigned char cross[2 * kChunk * kPanelRowBytes];  ///< dP, dL over the earlier chunk's tokens
+};
+
+/// What fp16 has besides. Factors of the intra part go up to 2^kFarRow and down as far, which fp16
+/// does not hold, and bf16 is too coarse for fp16's limits: operands are sums of two bf16 numbers.
+template <class Io, int K>
+struct GradExtra {};
+template <int K>
+struct GradExtra<__half, K> {
+  alignas(1024) IntraTiles<K> low;
+  unsigned char low_scores[2 * kChunk * kPanelRowBytes];
+  float unit;  ///< of what is linear in R or dh and summed over V
 };
 
 /// What a block works on: a chunk. Of a pair the later one comes first.
@@ -151,9 +163,33 @@ struct GradShared {
   alignas(8) uint64_t states_full;  ///< tiles of h and dh have landed
   uint64_t update_full;             ///< kg and decay_before have
   GradWork work[2];                 ///< this item and the next: in registers they would be too many
+  [[no_unique_address]] GradExtra<Io, K> extra;
 };
 static_assert(sizeof(GradShared<Bf16, 128>) <= 113 * 1024);
 static_assert(sizeof(GradShared<Bf16, 64>) <= 75 * 1024);
+
+/// What 1 is in sums over V that are linear in R or dh.
+template <class Io, int K>
+__device__ __forceinline__ float unit_of(const GradShared<Io, K>& shared, const GradParams& p) {
+  if constexpr (GradTraits<Io, K>::kTwoTerms) {
+    return shared.extra.unit;
+  } else {
+    return p.mantissa;
+  }
+}
+
+/// Bytes from an operand of the intra part to its second term.
+template <int K>
+__device__ __forceinline__ ptrdiff_t low_distance(const GradShared<__half, K>& shared) {
+  return reinterpret_cast<const unsigned char*>(&shared.extra.low) -
+         reinterpret_cast<const unsigned char*>(&shared.intra);
+}
+
+template <int K, int ROWS>
+__device__ __forceinline__ PanelTile<ROWS> second_term(const GradShared<__half, K>& shared,
+                                                       const PanelTile<ROWS>& first) {
+  return {first.address + static_cast<uint32_t>(low_distance(shared))};
+}
 
 /// What a thread holds of an accumulator [64 channels x 32 tokens]: register 4 i + 2 c + e is
 /// channel(c), token(i, e).

@@ -2,8 +2,9 @@
 // first; records and do -> dh / m, R / m and the gradient of the initial state.
 //
 // The scale is m 2^e with 1 <= |m| < 2. Everything is linear in (do, dfinal_state), so the walk
-// multiplies do by 2^e, which is exact in 16 bits, starts from dfinal_state / m, and m comes back
-// where the results are used.
+// multiplies do by 2^e, which is exact in bf16, starts from dfinal_state / m, and m comes back
+// where the results are used. In fp16 the power of two moves with the walk (rev_unit.cuh), and each
+// chunk and 64 columns leave m times their unit beside dh and R.
 //
 // Grid, warps, shared memory and barriers are those of scan.cuh. A consumer keeps D^T [64 v x K k]
 // in fp32 accumulators. Per chunk, in the record's letters, do already times 2^e:
@@ -13,7 +14,7 @@
 //   D^T = 2^G_end . D^T + do^T qe - (beta R)^T ke
 #pragma once
 
-#include "cuda/sm90/chunk_fwd/scan.cuh"
+#include "cuda/sm90/chunk_bwd/rev_unit.cuh"
 
 namespace kda::cuda::sm90 {
 
@@ -24,21 +25,52 @@ struct ReverseConsumer : ForwardConsumer<IoType, HeadSize, Walk::kReverse> {
   using Base::Base;
   using Base::K;
   using Base::kState;
+  static constexpr bool kHasUnit = __is_same(Io, __half);
 
-  /// do^T of a chunk once it is there, times 2^e.
+  /// do^T of a chunk once it is there; in bf16 times 2^e.
   __device__ __forceinline__ void load_do(uint32_t (&x)[8], const StagePosition& position,
                                           int32_t chunk) const {
     this->load_tokens(x, position, chunk);
+    if constexpr (!kHasUnit) multiply(x, this->p.scale);
+  }
+
+  static __device__ __forceinline__ void multiply(uint32_t (&x)[8], float factor) {
 #pragma unroll
     for (uint32_t& pair : x) {
       const float2 value = unpack<Io>(pair);
-      pair = pack<Io>(this->p.scale * value.x, this->p.scale * value.y);
+      pair = pack<Io>(factor * value.x, factor * value.y);
     }
   }
 
-  /// grad_o: of chunk c, and afterwards of the one before.
-  __device__ __forceinline__ void chunk(float (&state)[kState], uint32_t (&grad_o)[8], int32_t c,
-                                        const StagePosition& position,
+  /// Moves the state to a unit that fits chunk c, and do to that unit.
+  __device__ __forceinline__ void fit(float (&state)[kState], uint32_t (&grad_o)[8], float& unit,
+                                      int32_t c) const {
+    float most = 0;
+#pragma unroll
+    for (const uint32_t pair : grad_o) {
+      const float2 value = unpack<Io>(pair);
+      most = fmaxf(most, fmaxf(fabsf(value.x), fabsf(value.y)));
+    }
+    most *= this->p.scale / unit;
+#pragma unroll
+    for (const float x : state) most = fmaxf(most, fabsf(x));
+    const float next = fitted_unit(unit, largest_of_group(*this, most, c % 2));
+    if (next != unit) {
+      const float factor = unit / next;
+#pragma unroll
+      for (float& x : state) x *= factor;
+      unit = next;
+    }
+    multiply(grad_o, this->p.scale / unit);
+    const int64_t row = 2 * int64_t{this->work.first_h + c / 2} + c % 2;
+    if (this->thread != 0 || row >= 2 * this->p.h_row_count) return;  // wrong cu_seqlens
+    this->p.units[(row * this->p.heads.HV + this->work.hv) * (this->p.heads.V / kGroupColumns) +
+                  this->column() / kGroupColumns] = this->p.mantissa * unit;
+  }
+
+  /// grad_o: of chunk c, and afterwards of the one before; unit: that of the state.
+  __device__ __forceinline__ void chunk(float (&state)[kState], uint32_t (&grad_o)[8], float& unit,
+                                        int32_t c, const StagePosition& position,
                                         const StagePosition& next) const {
     const unsigned char* const record = this->memory.record(position.stage);
     const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(record));
@@ -48,6 +80,7 @@ struct ReverseConsumer : ForwardConsumer<IoType, HeadSize, Walk::kReverse> {
     const SquareTile A{address + Record<K>::kSolve};
     const SquareTile P{address + Record<K>::kScores};
 
+    if constexpr (kHasUnit) fit(state, grad_o, unit, c);
     uint32_t dh[kState / 2];
     float X[16];
     this->multiply_packed(X, dh, state, kg);
@@ -57,8 +90,6 @@ struct ReverseConsumer : ForwardConsumer<IoType, HeadSize, Walk::kReverse> {
     Base::template older_products_are_over<1>();
     this->decay(state, record);
     wgmma_wait<0>();
-    this->store_h(dh, c);
-
     uint32_t dv[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) dv[i] = pack<Io>(X[2 * i], X[2 * i + 1]);
@@ -84,9 +115,11 @@ struct ReverseConsumer : ForwardConsumer<IoType, HeadSize, Walk::kReverse> {
     wgmma_rs<Io, Major::kOuter>(state, y + 4, ke.rows(1), true);
     wgmma_commit();
     this->store_o(R, c);
+    this->store_h(dh, c);
+    wgmma_wait<1>();  // that of qe has read grad_o
+    if (c > 0) load_do(grad_o, next, c - 1);
     wgmma_wait<0>();
     this->release(position);
-    if (c > 0) load_do(grad_o, next, c - 1);
   }
 
   __device__ void run() const {
@@ -100,15 +133,16 @@ struct ReverseConsumer : ForwardConsumer<IoType, HeadSize, Walk::kReverse> {
     const int32_t last = this->work.chunks - 1;
     StagePosition position;
     uint32_t grad_o[8];
+    float unit = 1;
     if (last >= 0) load_do(grad_o, position, last);
     for (int32_t c = last; c >= 0; --c) {
       StagePosition next = position;
       next.advance(this->memory.stages);
-      chunk(state, grad_o, c, position, next);
+      chunk(state, grad_o, unit, c, position, next);
       position = next;
     }
 #pragma unroll
-    for (int i = 0; i < kState; ++i) state[i] *= mantissa;
+    for (int i = 0; i < kState; ++i) state[i] *= mantissa * unit;
     this->store_state(state);
     this->finish_stores();
   }

@@ -32,18 +32,6 @@ ChunkForwardKernels kernels_of(const PrepParams& p) {
   return fp16 ? chunk_fwd_fp16_k128() : chunk_fwd_bf16_k128();
 }
 
-}  // namespace
-
-Status launch_prep(const PrepParams& p, bool, cudaStream_t stream) {
-  const ChunkForwardKernels kernels = kernels_of(p);
-  const int64_t items = p.sequences.chunk_rows * p.heads.HV;
-  return launch({"sm90_chunk_fwd_prep", p.blocks > 0 ? std::min<int64_t>(p.blocks, items) : items,
-                 kPrepThreads, kernels.prep_shared_bytes},
-                kernels.prep, p, stream);
-}
-
-namespace {
-
 int32_t sm_count() {
   int device = 0;
   int sms = 0;
@@ -51,6 +39,34 @@ int32_t sm_count() {
   cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
   return sms;
 }
+
+/// Blocks of prep that an SM holds.
+int32_t prep_blocks_an_sm(const PrepParams& p) {
+  constexpr std::size_t kSharedBytes = 228 * 1024;
+  constexpr std::size_t kReserved = 1024;  // a block's
+  const std::size_t bytes = kernels_of(p).prep_shared_bytes + kReserved;
+  return std::min(kPrepBlocksPerSm, static_cast<int32_t>(kSharedBytes / bytes));
+}
+
+}  // namespace
+
+Status launch_prep(const PrepParams& params, bool, cudaStream_t stream) {
+  PrepParams p = params;
+  const ChunkForwardKernels kernels = kernels_of(p);
+  const int64_t items = p.sequences.chunk_rows * p.heads.HV;
+  int64_t blocks = p.blocks > 0 ? std::min<int64_t>(p.blocks, items) : items;
+  if (p.ready != nullptr) {
+    p.counters = p.ready + items;
+    blocks = p.room.blocks;
+    const auto words = static_cast<std::size_t>(items + kPrepCounters);
+    const cudaError_t error = cudaMemsetAsync(p.ready, 0, words * sizeof(uint32_t), stream);
+    if (error != cudaSuccess) return device_error("flags of sm90_chunk_fwd_prep", error);
+  }
+  return launch({"sm90_chunk_fwd_prep", blocks, kPrepThreads, kernels.prep_shared_bytes},
+                kernels.prep, p, stream);
+}
+
+namespace {
 
 /// Tiles of 32 tokens and 64 columns.
 TensorMapShape token_map(const Tensor& t, const Sizes& s) {
@@ -83,15 +99,27 @@ Status launch_scan(const ScanLaunch& scan, bool, cudaStream_t stream) {
   }
   if (!status.ok()) return status;
   const bool has_h = p.h.data != nullptr;
-  p.shape = scan_shape(p.sequences.count * s.HV * p.side_by_side, s.V, sm_count(),
-                       p.ready != nullptr, has_h);
+  const int64_t heads = (p.segment > 0 ? p.segment_rows : p.sequences.count) * s.HV;
+  const int64_t columns = s.V + (p.transitions.data != nullptr ? s.K : 0);
+  const int32_t sms = sm_count();
+  p.shape = scan_shape(heads * p.side_by_side, columns, p.ready != nullptr ? sms / 2 : sms);
   const int bytes =
       s.K == 64 ? scan_shared_bytes<64>(p.shape, has_h) : scan_shared_bytes<128>(p.shape, has_h);
-  const int64_t blocks = p.sequences.count * s.HV * (s.V / (p.shape.groups * kGroupColumns));
+  const int64_t blocks = heads * (columns / (p.shape.groups * kGroupColumns));
   void* arguments[] = {&p};
   return launch_raw({scan.name, blocks, scan_threads(p.shape.groups),
                      static_cast<std::size_t>(bytes), scan.beside_last},
                     reinterpret_cast<const void*>(scan.kernel), arguments, stream);
+}
+
+Status launch_compose(const ComposeParams& compose, bool, cudaStream_t stream) {
+  ComposeParams p = compose;
+  const int64_t heads = p.sequences.count * p.heads.HV;
+  p.groups = compose_groups(heads, p.heads.V);
+  const ComposeKernel kernel = p.heads.K == 64 ? compose_k64() : compose_k128();
+  return launch({"sm90_chunk_fwd_compose", heads * (p.heads.V / (p.groups * kComposeColumns)),
+                 kernel.threads, kernel.shared_bytes(p.groups), true},
+                kernel.kernel, p, stream);
 }
 
 PrepParams prep_params(Pipeline& run, bool split_beta) {
@@ -142,17 +170,44 @@ std::string size_obstacle(const Problem& problem) {
 
 namespace {
 
-void prep_and_scan(Pipeline& run) {
+/// The start of every segment but the first ones, for `scan`; compose.cuh.
+void find_starts(Pipeline& run, ScanParams& scan, int32_t segment,
+                 void (*summary_kernel)(ScanParams)) {
+  const Heads& heads = scan.heads;
+  scan.segment = segment;
+  scan.segment_rows =
+      segment_rows(run.problem().packed(), scan.sequences.count, scan.sequences.T, segment);
+  // Both with k fastest.
+  scan.starts = run.scratch({scan.segment_rows, heads.HV, heads.V, heads.K});
+  std::swap(scan.starts.stride[2], scan.starts.stride[3]);
+  ScanParams summary = scan;
+  summary.h = {};
+  summary.transitions = run.scratch({scan.segment_rows, heads.HV, heads.K, heads.K});
+  std::swap(summary.transitions.stride[2], summary.transitions.stride[3]);
+  run(launch_scan, ScanLaunch{"sm90_chunk_fwd_summary", summary, summary_kernel, true});
+  run(launch_compose,
+      ComposeParams{scan.starts, summary.transitions, scan.sequences, heads, segment});
+}
+
+}  // namespace
+
+void forward_in_segments(Pipeline& run, int32_t segment) {
   const Problem& problem = run.problem();
   PrepParams prep = prep_params(run, false);
   auto* const ready = static_cast<uint32_t*>(
-      run.bytes(prep.sequences.chunk_rows * prep.heads.HV, sizeof(uint32_t)));
+      run.bytes(prep.sequences.chunk_rows * prep.heads.HV + kPrepCounters, sizeof(uint32_t)));
   const int32_t sms = sm_count();
-  const bool beside = problem[kQ].dtype == DType::kBF16 &&
-                      scan_fits_beside(prep.sequences.count * prep.heads.HV, prep.heads.V, sms);
+  const int64_t heads = prep.sequences.count * prep.heads.HV;
+  // An SM holds five blocks of prep of bf16, two of fp16, which is left as it was.
+  const bool bf16 = problem[kQ].dtype == DType::kBF16;
+  const bool beside = segment == 0 && bf16 && runs_beside(heads, prep.heads.V, sms);
   if (beside) {
+    const int groups = scan_shape(heads, prep.heads.V, sms / 2).groups;
     prep.ready = ready;
-    prep.blocks = sms * kPrepBlocksBesideScan;
+    prep.room = prep_room(scan_blocks(heads, prep.heads.V, groups), sms, prep_blocks_an_sm(prep));
+  } else if (bf16 && problem.gate != Gate::kNone) {
+    // S1: 0.384 ms instead of 0.401; with given gates one block an item is faster, 0.348 to 0.369.
+    prep.blocks = sms * prep_blocks_an_sm(prep);
   }
   run(launch_prep, prep);
 
@@ -170,8 +225,18 @@ void prep_and_scan(Pipeline& run) {
   scan.heads = prep.heads;
   scan.chunk_size = problem.chunk_size;
   scan.scale = static_cast<float>(run.scale());
-  run(launch_scan, ScanLaunch{"sm90_chunk_fwd_scan", scan, kernels_of(prep).scan, beside});
+  const ChunkForwardKernels kernels = kernels_of(prep);
+  if (segment > 0) find_starts(run, scan, segment, kernels.summary);
+  run(launch_scan, ScanLaunch{"sm90_chunk_fwd_scan", scan, kernels.scan, beside || segment > 0});
   run.finish();
+}
+
+namespace {
+
+void prep_and_scan(Pipeline& run) {
+  const Sizes& s = run.problem().sizes;
+  const int32_t segment = segment_tokens(s.HV, s.V);
+  forward_in_segments(run, segments_help(s.T, segment) ? segment : 0);
 }
 
 /// "" or the feature that this leaf lacks.

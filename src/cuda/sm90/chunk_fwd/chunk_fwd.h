@@ -25,8 +25,10 @@ struct PrepParams {
   Sequences sequences;  ///< with C = 32
   Heads heads;
   std::byte* records = nullptr;  ///< [chunk_rows, HV] of Record<K>::kBytes
-  uint32_t* ready = nullptr;     ///< set once its record is written, for a scan that runs beside
-  int32_t blocks = 0;            ///< of the grid; 0: one an item
+  uint32_t* ready = nullptr;     ///< a scan runs beside: set once its record is written
+  uint32_t* counters = nullptr;  ///< with ready
+  PrepRoom room;                 ///< with ready
+  int32_t blocks = 0;            ///< of the grid without; 0: one an item
   float beta_factor = 1;
   bool qk_l2norm = false;
   bool beta_sigmoid = false;
@@ -36,6 +38,8 @@ struct PrepParams {
 /// What a walk over the chunks of a sequence reads and writes.
 enum class Walk {
   kForward,  ///< v -> o, h, final_state
+  kSummary,  ///< of a segment: v -> the state that it leaves, and the matrix by which it changes
+             ///< one
   kRescan,   ///< v -> v_new, h; records with split beta
   kReverse   ///< from the last chunk: do -> R / m, dh / m, dinitial_state; records with split beta
 };
@@ -48,21 +52,42 @@ struct ScanParams {
   Tensor v, o, h;                     ///< in the order of Walk's comments; h is optional
   Tensor initial_state, final_state;  ///< strides in the order (sequence, head, k, v); optional
   Sequences sequences;                ///< with C = 32
-  const int64_t* h_rows = nullptr;    ///< packed: first row of h of each sequence
-  int64_t h_row_count = 0;            ///< rows of h
+  Tensor starts;       ///< [segment_rows, HV, V, K] fp32, where sequences are cut into segments
+  Tensor transitions;  ///< kSummary: [segment_rows, HV, K, K] fp32
+  int64_t segment_rows = 0;
+  int32_t segment = 0;              ///< tokens, a multiple of 64; 0: sequences are not cut
+  const int64_t* h_rows = nullptr;  ///< packed: first row of h of each sequence
+  int64_t h_row_count = 0;          ///< rows of h
   Heads heads;
   int32_t chunk_size = 64;   ///< the caller's: a row of h each
   int32_t side_by_side = 1;  ///< scans that run at the same time
   float scale = 1;           ///< of o; kReverse: of do, a power of two
   float mantissa = 1;        ///< kReverse: m, the rest of the scale
+  float* units = nullptr;    ///< kReverse in fp16: [2 h_row_count, HV, V / 64], rev_unit.cuh
+};
+
+/// After kSummary: the start of a segment is transition times the start of the one before, plus
+/// what that one's own tokens left.
+struct ComposeParams {
+  Tensor starts;
+  Tensor transitions;
+  Sequences sequences;
+  Heads heads;
+  int32_t segment = 0;
+  int32_t groups = 1;  ///< launch_compose fills it
 };
 
 Status launch_prep(const PrepParams& params, bool fp64, cudaStream_t stream);
+Status launch_compose(const ComposeParams& compose, bool fp64, cudaStream_t stream);
 
 /// Prep on the inputs of a forward or backward, into records of the workspace.
 PrepParams prep_params(Pipeline& run, bool split_beta);
 /// The same, launched.
 PrepParams prepare_records(Pipeline& run, bool split_beta);
+
+/// The whole forward, its sequences cut into segments of so many tokens (a multiple of 64); 0: not
+/// cut.
+void forward_in_segments(Pipeline& run, int32_t segment);
 
 /// "" or why `scan` cannot read or write tiles of a tensor [B,T,HV,V].
 const char* tile_obstacle(const Tensor& t, const Sizes& sizes);

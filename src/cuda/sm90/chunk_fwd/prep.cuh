@@ -1,9 +1,9 @@
 // prep: raw q, k, g, beta of chunks of 32 tokens and value heads -> their records (config.h).
 //
 // Grid: any number of blocks of 128 threads; each takes items (chunk, value head) in steps of the
-// grid. Order: the first chunks of all sequences, their heads, then the second chunks ..., of
-// packed sequences rows of the chunk table. Heads run fastest, so that blocks that run together
-// read neighbouring heads of the same tokens.
+// grid or, beside a scan, the first that nobody has taken. Order: the first chunks of all
+// sequences, their heads, then the second chunks ..., of packed sequences rows of the chunk table.
+// Heads run fastest, so that blocks that run together read neighbouring heads of the same tokens.
 //
 // Warps: warp w has tokens 8 w .. 8 w + 7 and all columns, K / 32 neighbouring ones a lane. G' is
 // the log2 decay summed from the first token of a block of 16.
@@ -21,9 +21,9 @@
 // Row i never depends on a later token, not even through rounding: o of a prefix is bit for bit the
 // same whatever follows.
 //
-// A scan may run beside and read records as they are finished (PrepParams::ready): a block clears
-// the flags of its own items before it lets the next launch start, so that the scan sees flags of
-// this run only and waits only for blocks that are running or done.
+// A scan may run beside and read records as they are finished (PrepParams::ready): the grid then
+// fills the GPU, and the blocks of the first SMs make room for it (PrepRoom). Flags and counters
+// are cleared ahead in the stream. The scan waits only for blocks that are running or done.
 //
 // Loops over tokens are rolled: unrolled, the code misses the instruction cache, which costs more
 // than the sums of gates in registers save (docs/kernels/chunk_fwd.md).
@@ -170,30 +170,32 @@ struct PrepBlock {
     if (this_thread() % 32 == 0) item.gate = gate;
   }
 
-  /// Finds the item after the next one.
-  __device__ __forceinline__ void find_after(uint32_t turn) const {
-    const PrepItem& next = item(turn + 1);
+  /// Finds the item after the next one; warp 3, which keeps the number of the one after that.
+  __device__ __forceinline__ void find_after(uint32_t turn, uint32_t& number) const {
     PrepItem& found = item(turn + 2);
-    if (next.rows > 0) {
-      find_item(found, p, uint64_t{next.number} + gridDim.x);
-      __syncwarp();
-      put_gate(found);
-    } else {
-      found.rows = 0;
-    }
+    find_item(found, p, number);
+    __syncwarp();
+    put_gate(found);
   }
 
   /// Finds the first two items and starts the loads of the first one; whether there is one.
-  __device__ __forceinline__ bool start() const {
-    if (p.ready != nullptr) clear_ready(p);
-    if (warp() == 0) find_item(shared.item[0], p, blockIdx.x);
+  __device__ __forceinline__ bool start(uint32_t& number) const {
+    if (p.ready == nullptr) {
+      cudaTriggerProgrammaticLaunchCompletion();  // the summary of segments waits for this launch
+    } else if (!stays(p)) {
+      return false;
+    }
+    if (warp() == 3) {
+      number = p.ready != nullptr ? number_after(p, 0) : blockIdx.x;
+      find_item(shared.item[0], p, number);
+    }
     __syncthreads();
     if (shared.item[0].rows == 0) return false;
     load(shared.item[0]);
     if (warp() == 0) {
       put_gate(shared.item[0]);
-    } else if (warp() == 1) {
-      find_after(~0u);
+    } else if (warp() == 3) {
+      find_after(~0u, number);
     }
     put_bias(0, bias_of_column(shared.item[0]));
     __syncthreads();
@@ -202,7 +204,8 @@ struct PrepBlock {
   }
 
   __device__ __forceinline__ void run() const {
-    if (!start()) return;
+    uint32_t number = 0;
+    if (!start(number)) return;
     float bias = 0;  // of the item after the next
     for (uint32_t turn = 0;; ++turn) {
       decay(turn);
@@ -211,7 +214,7 @@ struct PrepBlock {
       tiles(turn);
       __syncthreads();
       compute_scores(shared, shared.beta[turn % 2], record_of(item(turn)), warp());
-      if (warp() == 3) find_after(turn);
+      if (warp() == 3) find_after(turn, number);
       __syncthreads();
       if (shared.has_far) replace_far(item(turn), turn);
       const bool more = item(turn + 1).rows > 0;

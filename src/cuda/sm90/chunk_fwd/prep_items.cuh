@@ -38,14 +38,30 @@ __device__ __forceinline__ const Tensor& input_of(const PrepParams& p, int input
   return input == 0 ? p.q : (input == 1 ? p.k : (input == 2 ? p.gate.g : p.beta));
 }
 
-/// The item of a number, or the first one after it in the block's steps that has rows; rows == 0:
-/// there is none. One warp finds it for all, an input a lane.
-__device__ __forceinline__ void find_item(PrepItem& item, const PrepParams& p, uint64_t number) {
+__device__ __forceinline__ uint32_t count_of(const PrepParams& p) {
+  return static_cast<uint32_t>(p.sequences.chunk_rows) * static_cast<uint32_t>(p.heads.HV);
+}
+
+/// The number that a block works on after `number`: in steps of the grid, or, beside a scan, the
+/// first that no block has taken. One warp asks; a step is there at once.
+__device__ __forceinline__ uint32_t number_after(const PrepParams& p, uint32_t number) {
+  if (p.ready == nullptr) return number < count_of(p) ? number + gridDim.x : number;
+  uint32_t ticket = 0;
+  if (this_thread() % 32 == 0) ticket = atomicAdd(p.counters + kPrepTickets, 1);
+  return ticket;
+}
+
+/// The item of a number, or the first one after it in the block's walk that has rows; rows == 0:
+/// there is none. One warp finds it for all, an input a lane. Afterwards `number` is the next one.
+__device__ __forceinline__ void find_item(PrepItem& item, const PrepParams& p, uint32_t& number) {
   const int lane = this_thread() % 32;
   const auto heads = static_cast<uint32_t>(p.heads.HV);
   int32_t rows = 0;
-  for (; number < static_cast<uint64_t>(p.sequences.chunk_rows) * heads; number += gridDim.x) {
-    const PrepPlace at = place_of(p.sequences, heads, static_cast<uint32_t>(number));
+  while (rows == 0) {
+    const uint32_t found = __shfl_sync(~0u, number, 0);
+    if (found >= count_of(p)) break;
+    number = number_after(p, found);
+    const PrepPlace at = place_of(p.sequences, heads, found);
     rows = at.chunk.rows;
     if (rows == 0) continue;
     const uint32_t head = lane < 2 ? at.hv / static_cast<uint32_t>(p.heads.group) : at.hv;
@@ -53,27 +69,36 @@ __device__ __forceinline__ void find_item(PrepItem& item, const PrepParams& p, u
       item.offset[lane] = token_offset(input_of(p, lane), at.chunk.batch, at.chunk.begin, head);
     }
     if (lane == 0) {
-      item.number = static_cast<uint32_t>(number);
       item.hv = at.hv;
       item.record = at.row * heads + at.hv;
     }
-    break;
   }
   if (lane == 0) item.rows = rows;
 }
 
-/// Clears the flags of this block's items and lets the next launch start.
-__device__ __forceinline__ void clear_ready(const PrepParams& p) {
-  const auto heads = static_cast<uint32_t>(p.heads.HV);
-  const uint64_t count = static_cast<uint64_t>(p.sequences.chunk_rows) * heads;
-  for (uint64_t number = blockIdx.x + uint64_t{threadIdx.x} * gridDim.x; number < count;
-       number += uint64_t{kPrepThreads} * gridDim.x) {
-    const PrepPlace at = place_of(p.sequences, heads, static_cast<uint32_t>(number));
-    p.ready[at.row * heads + at.hv] = 0;
+/// Whether this block stays where a scan needs room; lets the next launch start. A block that
+/// leaves waits until all have started: what comes after it to its SM has to be the scan. But not
+/// for ever, for where not all blocks fit it takes the place of one.
+__device__ __forceinline__ bool stays(const PrepParams& p) {
+  constexpr int64_t kMostCycles = 100'000;
+  bool leaves = false;
+  if (this_thread() == 0) {
+    uint32_t* const counters = p.counters;
+    const uint32_t started = atomicAdd(counters + kPrepStarted, 1) + 1;
+    uint32_t sm;
+    asm("mov.u32 %0, %%smid;" : "=r"(sm));
+    leaves = sm < static_cast<uint32_t>(p.room.sms) &&
+             atomicAdd(counters + kPrepLeft, 1) < static_cast<uint32_t>(p.room.leaving);
+    if (leaves && started < gridDim.x) {
+      const int64_t start = clock64();
+      while (*static_cast<volatile uint32_t*>(counters + kPrepStarted) < gridDim.x &&
+             clock64() - start < kMostCycles) {
+      }
+    }
   }
-  __threadfence();
-  __syncthreads();
+  if (__syncthreads_or(leaves)) return false;
   cudaTriggerProgrammaticLaunchCompletion();
+  return true;
 }
 
 __device__ __forceinline__ bool is_wide(const Tensor& t) {

@@ -80,7 +80,6 @@ struct PrepItem {
   uint32_t record;
   uint32_t hv;
   int32_t rows;
-  uint32_t number;
   FastGate gate;
 };
 

@@ -49,12 +49,13 @@ __device__ __forceinline__ void sum_block(float2 (&total)[K / 64], const PrepSha
   for (int i = 0; i < K / 64; ++i) total[i] = total[i] + second[i];
 }
 
+/// NaN counts as far: tokens before it may be.
 template <int PAIRS>
 __device__ __forceinline__ bool any_far(const float2 (&total)[PAIRS]) {
   bool far = false;
 #pragma unroll
   for (int i = 0; i < PAIRS; ++i) {
-    far = far || total[i].x < -kFarBlock || total[i].y < -kFarBlock;
+    far = far || !(total[i].x >= -kFarBlock) || !(total[i].y >= -kFarBlock);
   }
   return __any_sync(~0u, far) != 0;
 }

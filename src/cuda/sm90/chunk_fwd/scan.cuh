@@ -1,8 +1,8 @@
 // scan: the chunks of one sequence, value head and 64 or 128 columns of V in order; records and v
 // -> o, checkpoints h, the final state.
 //
-// Grid: one block a (sequence, value head, tile of columns), columns fastest, so that the blocks of
-// a head share its records in L2.
+// Grid: one block a (sequence or segment of it, value head, tile of columns), columns fastest, so
+// that the blocks of a head share its records in L2.
 //
 // Warps: `groups` consumer warpgroups of 64 columns each, then one warp that loads. A consumer
 // keeps S^T [64 v x K k] in fp32 accumulators. Per chunk of 32 tokens, in the record's letters
@@ -14,15 +14,18 @@
 //   O^T += v_new^T P^T, o = scale O                (4.17), leaves under the next product
 //   S^T = 2^G_end . S^T + v_new^T kg               (4.15)
 // The re-scan of the backward leaves v_new in place of o: v_new^T = (beta r)^T (I + L)^-T, and
-// neither O nor P takes part.
-// Every A operand comes from accumulators of the step before: nothing of the recurrence passes
-// through shared memory.
+// neither O nor P takes part. The summary of a segment leaves S alone, started from 0, and in K
+// more columns, with v = 0 and started from the identity, the matrix by which the segment changes
+// any state; from these `compose` makes the start of each segment, which kForward then walks. Every
+// A operand comes from accumulators of the step before: nothing of the recurrence passes through
+// shared memory.
 //
 // Shared memory, bytes, K = 128, two warpgroups:
 //   4 stages of: record 29696, v 2 x 4096          151552
 //   staging of o 2 x 2 x 4096                       16384
 //   staging of h 2 x 16384 (where h is wanted)      32768
-//   barriers                                           64
+//   barriers                                           96
+// One warpgroup alone on an SM has 6 stages, so that records arrive in time while prep runs.
 //
 // Barriers, each per stage: `full`: the loading lane's arrival with the bytes of the record and of
 // v; consumers wait. `empty`: one arrival a consumer thread; the loading lane waits. Named barriers
@@ -62,6 +65,7 @@ struct ForwardConsumer {
   static constexpr int K = HeadSize;
   static constexpr Walk kWalk = kOwnWalk;
   static constexpr bool kHasO = kWalk == Walk::kForward;
+  static constexpr bool kSplitBeta = kWalk == Walk::kRescan || kWalk == Walk::kReverse;
   static constexpr int kState = K / 2;  ///< accumulator registers of S^T
 
   const ScanParams& p;
@@ -93,12 +97,13 @@ struct ForwardConsumer {
     ptx::mbarrier_arrive(&barriers.empty[position.stage]);
   }
 
-  /// f(register, offset in the tensor) for every element of S^T that this thread holds.
+  /// f(register, offset in the tensor) for every element of S^T that this thread holds; `column` is
+  /// that of the warpgroup's first.
   template <class F>
-  __device__ __forceinline__ void each_element(const Tensor& t, F f) const {
-    const int64_t base = work.sequence * t.stride[0] + work.hv * t.stride[1] +
-                         (work.v0 + group * kGroupColumns + at.row) * t.stride[3] +
-                         at.column * t.stride[2];
+  __device__ __forceinline__ void each_element(const Tensor& t, int64_t row, int64_t column,
+                                               F f) const {
+    const int64_t base = row * t.stride[0] + work.hv * t.stride[1] +
+                         (column + at.row) * t.stride[3] + at.column * t.stride[2];
 #pragma unroll
     for (int i = 0; i < kState; ++i) {
       f(i, base + (i / 4 * 8 + i % 2) * t.stride[2] + i / 2 % 2 * 8 * t.stride[3]);
@@ -115,24 +120,57 @@ struct ForwardConsumer {
     }
   }
 
+  /// Of this warpgroup: columns of the transition, and not of V.
+  __device__ __forceinline__ bool in_transition() const {
+    return kWalk == Walk::kSummary && column() >= p.heads.V;
+  }
+
+  __device__ __forceinline__ void load_identity(float (&state)[kState]) const {
+    const int row = static_cast<int>(column() - p.heads.V) + at.row;
+#pragma unroll
+    for (int i = 0; i < kState; ++i) {
+      state[i] = i / 4 * 8 + i % 2 + at.column == row + i / 2 % 2 * 8 ? 1 : 0;
+    }
+  }
+
+  /// kForward takes initial_state only where no other block of its launch can have written
+  /// final_state, which may be the same memory: where a sequence is cut, it takes the copy that the
+  /// summary has made.
   __device__ __forceinline__ void load_state(float (&state)[kState]) const {
-    const Tensor& t = p.initial_state;
-    if (t.data == nullptr) {
+    if (in_transition()) return load_identity(state);
+    const bool is_first = work.segment.index == 0;
+    if (is_first ? p.initial_state.data == nullptr : kWalk == Walk::kSummary) {
 #pragma unroll
       for (int i = 0; i < kState; ++i) state[i] = 0;
       return;
     }
-    with_state(t, [&](auto* from) {
-      each_element(t, [&](int i, int64_t offset) { state[i] = to_real<float>(from[offset]); });
+    const bool given = is_first && (kWalk != Walk::kForward || work.segment.is_last);
+    with_state(given ? p.initial_state : p.starts, [&](auto* from) {
+      each_element(given ? p.initial_state : p.starts, given ? work.sequence : work.segment.row,
+                   column(),
+                   [&](int i, int64_t offset) { state[i] = to_real<float>(from[offset]); });
+    });
+    if (kWalk == Walk::kSummary) store_state(state, p.starts, work.segment.row, column());
+  }
+
+  __device__ __forceinline__ void store_state(const float (&state)[kState], const Tensor& t,
+                                              int64_t row, int64_t first_column) const {
+    with_state(t, [&]<class T>(T* to) {
+      each_element(t, row, first_column,
+                   [&](int i, int64_t offset) { to[offset] = from_real<T>(state[i]); });
     });
   }
 
+  /// What the walk leaves: for a segment that others follow nothing, or the start of the next one
+  /// and the transition.
   __device__ __forceinline__ void store_state(const float (&state)[kState]) const {
-    const Tensor& t = p.final_state;
-    if (t.data == nullptr) return;
-    with_state(t, [&]<class T>(T* to) {
-      each_element(t, [&](int i, int64_t offset) { to[offset] = from_real<T>(state[i]); });
-    });
+    if (in_transition()) {
+      store_state(state, p.transitions, work.segment.row, column() - p.heads.V);
+    } else if (kWalk == Walk::kSummary) {
+      store_state(state, p.starts, work.segment.row + 1, column());
+    } else if (p.final_state.data != nullptr && work.segment.is_last) {
+      store_state(state, p.final_state, work.sequence, column());
+    }
   }
 
   /// Part of the fragments of a panel that this thread writes or reads, transposing.
@@ -198,12 +236,21 @@ struct ForwardConsumer {
     }
   }
 
-  /// Once a chunk's stage is full: its tile of v or do, transposed; zeros beyond the sequence,
-  /// where the tile may hold rows of another.
+  /// Once a chunk's stage is full: its tile of v or do.
   __device__ __forceinline__ void load_tokens(uint32_t (&x)[8], const StagePosition& position,
                                               int32_t chunk) const {
     wait_for(&barriers.full[position.stage], position.parity);
-    const unsigned char* const tile = memory.v(position.stage, group);
+    if (in_transition()) {
+#pragma unroll
+      for (uint32_t& pair : x) pair = 0;
+      return;
+    }
+    read_tokens(x, position.stage, chunk);
+  }
+
+  /// Transposed; zeros beyond the sequence, where the tile may hold rows of another.
+  __device__ __forceinline__ void read_tokens(uint32_t (&x)[8], int stage, int32_t chunk) const {
+    const unsigned char* const tile = memory.v(stage, group);
     ldmatrix_transposed(x, panel_line(tile, 0));
     ldmatrix_transposed(x + 4, panel_line(tile, 1));
     const int rows = rows_of(work, chunk);
@@ -212,6 +259,73 @@ struct ForwardConsumer {
     for (int i = 0; i < 8; ++i) {
       const int token = i / 2 * 8 + at.column;
       x[i] = token < rows ? (token + 1 < rows ? x[i] : x[i] & 0xffffu) : 0;
+    }
+  }
+
+  /// The exponent of infinity and NaN.
+  static constexpr uint32_t kNotFinite = __is_same(Io, __half) ? 0x7c00 : 0x7f80;
+
+  /// Whether any of the warp's elements is not finite: its product with 0 is NaN.
+  static __device__ __forceinline__ bool any_not_finite(const uint32_t (&x)[8]) {
+    uint32_t nothing = 0;
+#pragma unroll
+    for (const uint32_t pair : x) {
+      if constexpr (__is_same(Io, __half)) {
+        asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(nothing) : "r"(pair), "r"(0));
+      } else {
+        asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(nothing) : "r"(pair), "r"(0));
+      }
+    }
+    return __any_sync(~0u, (nothing & 0x7fff7fffu) != 0) != 0;
+  }
+
+  /// Zeros in the place of elements that are not finite: later tokens, which read them with factor
+  /// 0 like earlier ones, get their NaN by spoil_o.
+  static __device__ __forceinline__ void clear_not_finite(uint32_t (&x)[8]) {
+    constexpr uint32_t kHigh = kNotFinite << 16;
+#pragma unroll
+    for (uint32_t& pair : x) {
+      if ((pair & kNotFinite) == kNotFinite) pair &= 0xffff0000u;
+      if ((pair & kHigh) == kHigh) pair &= 0xffffu;
+    }
+  }
+
+  /// The first token whose v is not finite in each of the lane's rows of fragments; kChunk: none.
+  __device__ __forceinline__ void first_not_finite(int (&first)[2], int stage,
+                                                   int32_t chunk) const {
+    uint32_t x[8];
+    read_tokens(x, stage, chunk);
+    first[0] = first[1] = kChunk;
+#pragma unroll
+    for (int i = 7; i >= 0; --i) {
+      const int token = i / 2 * 8 + at.column;
+      if ((x[i] >> 16 & kNotFinite) == kNotFinite) first[i % 2] = token + 1;
+      if ((x[i] & kNotFinite) == kNotFinite) first[i % 2] = token;
+    }
+    for (int& token : first) {
+      token = min(token, __shfl_xor_sync(~0u, token, 1));
+      token = min(token, __shfl_xor_sync(~0u, token, 2));
+    }
+  }
+
+  /// NaN in each column of V from its first token on whose v is not finite.
+  __device__ __forceinline__ void spoil_o(uint32_t (&o)[8], int stage, int32_t chunk) const {
+    int first[2];
+    first_not_finite(first, stage, chunk);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int token = i / 2 * 8 + at.column;
+      if (token >= first[i % 2]) o[i] |= 0x7fffu;
+      if (token + 1 >= first[i % 2]) o[i] |= 0x7fff0000u;
+    }
+  }
+  __device__ __forceinline__ void spoil_state(float (&state)[kState], int stage,
+                                              int32_t chunk) const {
+    int first[2];
+    first_not_finite(first, stage, chunk);
+#pragma unroll
+    for (int i = 0; i < kState; ++i) {
+      if (first[i / 2 % 2] < kChunk) state[i] = __int_as_float(0x7fffffff);
     }
   }
 
@@ -289,6 +403,9 @@ struct ForwardConsumer {
       }
       wgmma_commit();
     }
+    // v that is not finite must not meet the zeros above the diagonals of T and P.
+    const bool spoilt = kHasO && any_not_finite(v);
+    if (spoilt) clear_not_finite(v);
     older_products_are_over<kHasO ? 2 : 1>();
     decay(state, record);
     wgmma_wait<kHasO ? 1 : 0>();
@@ -296,7 +413,7 @@ struct ForwardConsumer {
     for (int i = 0; i < 8; ++i) {
       const float2 value = unpack<Io>(v[i]);
       float2 rest{value.x - Z[2 * i], value.y - Z[2 * i + 1]};
-      if constexpr (!kHasO) {
+      if constexpr (kSplitBeta) {
         const float2 beta = beta_of(record, i);
         rest = {beta.x * rest.x, beta.y * rest.y};
       }
@@ -308,7 +425,7 @@ struct ForwardConsumer {
     wgmma_rs<Io, Major::kSummed>(V, v + 4, T.columns(1), true);
     wgmma_commit();
     wgmma_wait<0>();
-    store_h(h, c);
+    if constexpr (kWalk != Walk::kSummary) store_h(h, c);
     uint32_t v_new[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) v_new[i] = pack<Io>(V[2 * i], V[2 * i + 1]);
@@ -326,13 +443,15 @@ struct ForwardConsumer {
       uint32_t o[8];
 #pragma unroll
       for (int i = 0; i < 8; ++i) o[i] = pack<Io>(p.scale * O[2 * i], p.scale * O[2 * i + 1]);
+      if (spoilt) spoil_o(o, position.stage, c);
       store_o(o, c);
-    } else {
+    } else if constexpr (kWalk != Walk::kSummary) {
       store_o(v_new, c);
     }
-    wgmma_wait<0>();
-    release(position);
     if (c + 1 < work.chunks) load_tokens(v, next, c + 1);
+    wgmma_wait<0>();
+    if (spoilt) spoil_state(state, position.stage, c);
+    release(position);
   }
 
   __device__ void run() const {
@@ -363,8 +482,13 @@ __global__ void __maxnreg__(kScanRegisters) sm90_chunk_scan(const __grid_constan
   extern __shared__ __align__(1024) unsigned char dynamic[];
   __shared__ ForwardBarriers barriers;
   // The reverse scan needs the records alone, which are complete: it starts as soon as the blocks
-  // of the re-scan are all running, and ends after them.
-  if constexpr (Consumer::kWalk == Walk::kRescan) cudaTriggerProgrammaticLaunchCompletion();
+  // of the re-scan are all running, and ends after them. What follows the summary waits for it.
+  if constexpr (Consumer::kWalk == Walk::kRescan || Consumer::kWalk == Walk::kSummary) {
+    cudaTriggerProgrammaticLaunchCompletion();
+  }
+  const ForwardWork work = forward_work(p);
+  if (p.segment > 0) cudaGridDependencySynchronize();
+  if (nothing_to_do<Consumer::kWalk>(p, work)) return;
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   const ForwardMemory<Consumer::K> memory{dynamic, p.shape.groups, p.shape.stages};
   if (threadIdx.x == 0) {
@@ -375,7 +499,6 @@ __global__ void __maxnreg__(kScanRegisters) sm90_chunk_scan(const __grid_constan
     ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
   }
   __syncthreads();
-  const ForwardWork work = forward_work(p);
   if (warp < 4 * p.shape.groups) {
     Consumer(p, work, memory, barriers, warp, static_cast<int>(threadIdx.x) % 32).run();
   } else {

@@ -6,6 +6,7 @@
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/sm90/chunk_fwd/chunk_fwd.h"
 #include "cuda/sm90/chunk_fwd/config.h"
+#include "cuda/sm90/chunk_fwd/segments.cuh"
 #include "cuda/tile/ring.cuh"
 #include "cuda/tile/sequence.cuh"
 #include "cuda/tile/swizzle.cuh"
@@ -44,24 +45,40 @@ struct ForwardWork {
   int64_t sequence;
   int64_t hv;
   int64_t v0;
-  TokenRange range;
+  TokenRange range;  ///< of the sequence or of a segment of it
   int32_t chunks;
   int32_t first_h;  ///< row of h of the first chunk
+  SegmentOf segment;
 };
 
 __device__ __forceinline__ ForwardWork forward_work(const ScanParams& p) {
   const int64_t columns = int64_t{p.shape.groups} * kGroupColumns;
-  const int64_t tiles = p.heads.V / columns;
+  const bool has_transitions = p.transitions.data != nullptr;
+  const int64_t tiles = (p.heads.V + (has_transitions ? p.heads.K : 0)) / columns;
   const int64_t head = blockIdx.x / tiles;
   ForwardWork work;
   work.v0 = blockIdx.x % tiles * columns;
   work.hv = head % p.heads.HV;
-  work.sequence = head / p.heads.HV;
+  const int64_t row = head / p.heads.HV;
+  work.sequence = p.segment == 0 ? row : sequence_of_segment(p.sequences, p.segment, row);
   work.range = chunks_of(p.sequences, work.sequence);
-  work.chunks = static_cast<int32_t>(work.range.chunks);
   const int64_t rows = (p.sequences.T + p.chunk_size - 1) / p.chunk_size;
   work.first_h = static_cast<int32_t>(p.h_rows ? p.h_rows[work.sequence] : work.sequence * rows);
+  if (p.segment > 0) {
+    work.segment = cut_segment(p.sequences, p.segment, work.sequence, row, work.range);
+    work.first_h += static_cast<int32_t>(work.segment.index * (p.segment / p.chunk_size));
+  }
+  work.chunks = static_cast<int32_t>(work.range.chunks);
   return work;
+}
+
+/// Where a row belongs to no segment, and for kSummary where nobody needs the result: that of a
+/// last segment, and how the first one changes a state, for it starts from the given one.
+template <Walk kWalk>
+__device__ __forceinline__ bool nothing_to_do(const ScanParams& p, const ForwardWork& work) {
+  if (!work.segment.exists) return true;
+  if (kWalk != Walk::kSummary) return false;
+  return work.segment.is_last || (work.segment.index == 0 && work.v0 >= p.heads.V);
 }
 
 __device__ __forceinline__ int rows_of(const ForwardWork& work, int32_t chunk) {
@@ -111,7 +128,8 @@ __device__ __forceinline__ int wait_for_records(const uint32_t* ready, int64_t s
   return missing == 0 ? 32 : __ffs(static_cast<int>(missing)) - 1;
 }
 
-/// Bytes of a record that a walk reads. The re-scan needs neither q 2^G nor the scores.
+/// Bytes of a record that a walk reads. The re-scan and the summary need neither q 2^G nor
+/// the scores.
 template <int K, Walk kWalk>
 inline constexpr int kReadBytes =
     kWalk == Walk::kForward   ? Record<K>::kBeta
@@ -121,7 +139,7 @@ inline constexpr int kReadBytes =
 /// copy(first byte, bytes) of each part of them.
 template <int K, Walk kWalk, class Copy>
 __device__ __forceinline__ void each_part(Copy copy) {
-  if constexpr (kWalk != Walk::kRescan) {
+  if constexpr (kWalk == Walk::kForward || kWalk == Walk::kReverse) {
     copy(0, kReadBytes<K, kWalk>);
   } else {
     constexpr int kKeys = kChunk * kPanelRowBytes;
@@ -139,7 +157,12 @@ template <class Io, int K, Walk kWalk>
 __device__ void load_chunks(const ScanParams& p, const ForwardWork& work,
                             const ForwardMemory<K>& memory, ForwardBarriers& barriers) {
   constexpr int kBytes = kReadBytes<K, kWalk>;
-  const auto bytes = static_cast<uint32_t>(kBytes + p.shape.groups * kTokenPanelBytes);
+  int groups = p.shape.groups;  // that have columns of V
+  if constexpr (kWalk == Walk::kSummary) {
+    const int64_t left = (p.heads.V - work.v0) / kGroupColumns;
+    groups = static_cast<int>(left < 0 ? 0 : left < groups ? left : groups);
+  }
+  const auto bytes = static_cast<uint32_t>(kBytes + groups * kTokenPanelBytes);
   const bool leads = threadIdx.x % 32 == 0;
   int ready = kWalk == Walk::kForward && p.ready != nullptr ? 0 : work.chunks;
   StagePosition at;
@@ -159,7 +182,7 @@ __device__ void load_chunks(const ScanParams& p, const ForwardWork& work,
                          p.records + record * Record<K>::kBytes + first,
                          static_cast<uint32_t>(bytes), full);
     });
-    for (int group = 0; group < p.shape.groups; ++group) {
+    for (int group = 0; group < groups; ++group) {
       const int32_t from[4] = {static_cast<int32_t>(work.v0) + group * kGroupColumns,
                                static_cast<int32_t>(work.hv),
                                static_cast<int32_t>(work.range.begin + int64_t{c} * kChunk),

@@ -6,8 +6,9 @@
 namespace kda::cuda::sm90 {
 
 /// Inverts the diagonal blocks of I - N by fp32 forward substitution, which has no range to exceed,
-/// and leaves them in N, transposed back. Lane j owns column j % 16 of block j / 16.
-__device__ __forceinline__ void invert_blocks(float (&N)[kChunk][kScoreStride]) {
+/// and leaves them in N, transposed back. Lane j owns column j % 16 of block j / 16. NaN if an
+/// element of the lane's column is not finite, else 0.
+__device__ __forceinline__ float invert_blocks(float (&N)[kChunk][kScoreStride]) {
   const int lane = this_thread() % 32;
   const int first = lane & 16;
   float x[16];
@@ -29,6 +30,63 @@ __device__ __forceinline__ void invert_blocks(float (&N)[kChunk][kScoreStride]) 
 #pragma unroll
   for (int i = 0; i < 16; ++i) N[first + i][lane] = i < lane % 16 ? 0.f : x[i];
   __syncwarp();
+  float nothing = 0;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) nothing = fmaf(x[i], 0.f, nothing);
+  return nothing;
+}
+
+/// The same of the lane's part of the block below the diagonal.
+__device__ __forceinline__ float add_block_below(float nothing,
+                                                 const float (&N)[kChunk][kScoreStride]) {
+  const int lane = this_thread() % 32;
+#pragma unroll
+  for (int part = 0; part < 2; ++part) {
+    const float4 n =
+        *reinterpret_cast<const float4*>(&N[kBlock + lane / 2][lane % 2 * 8 + 4 * part]);
+    nothing = fmaf(n.x, 0.f, nothing);
+    nothing = fmaf(n.y, 0.f, nothing);
+    nothing = fmaf(n.z, 0.f, nothing);
+    nothing = fmaf(n.w, 0.f, nothing);
+  }
+  return nothing;
+}
+
+/// Where k, a gate or beta of a token is not finite, its row of N is not, nor are later rows of the
+/// inverse. Earlier tokens meet them in products with 0, here and in scan. So from the first such
+/// row on the inverse, k 2^G and beta become 0, scores NaN, and NaN enters the state: o is NaN from
+/// that token on, and no bit changes before it.
+template <class Io, int K>
+__device__ void contain(PrepShared<Io, K>& shared, float* beta, uint64_t record) {
+  using R = Record<K>;
+  constexpr uint32_t kNaNs = 0x7fff7fff;  // two of either 16-bit type
+  constexpr Words<4> kZeroUnit{};
+  constexpr Words<4> kNaNUnit{kNaNs, kNaNs, kNaNs, kNaNs};
+  auto& N = shared.N;
+  const int lane = this_thread() % 32;
+  bool finite = true;
+  for (int j = 0; j <= lane; ++j) finite = finite && N[lane][j] * 0.f == 0.f;
+  const uint32_t rows = __ballot_sync(~0u, !finite);
+  if (rows == 0) return;
+  const int first = __ffs(static_cast<int>(rows)) - 1;
+  if (lane >= first) {
+    for (int j = 0; j < kChunk; ++j) N[lane][j] = 0;
+    beta[lane] = 0;
+  }
+  const auto unit = static_cast<uint32_t>(lane % 8 * 16);
+  const auto panel = static_cast<uint32_t>(lane / 8 * kChunk * kPanelRowBytes);
+  for (int row = first; row < kChunk; ++row) {
+    const auto line = static_cast<uint32_t>(row * kPanelRowBytes);
+    if (lane < K / 8) store_global(record + R::kRead + 2 * panel + line + unit, kZeroUnit);
+    if (lane < 4) {
+      store_global(record + static_cast<uint32_t>(R::kScores + row * 64 + lane * 16), kNaNUnit);
+    }
+  }
+  if (lane < K / 8) {
+    store_global(record + static_cast<uint32_t>(R::kUpdate + first * kPanelRowBytes) + panel + unit,
+                 kNaNUnit);
+  }
+  __syncwarp();
 }
 
 /// d = a b for 16 x 16 blocks; A(i, c): the column pair c of row i, B(c, j): rows c, c + 1.
@@ -47,10 +105,12 @@ __device__ __forceinline__ void multiply_blocks(float (&d)[2][4], A a, B b) {
 
 /// (I + L)^-1, with diag(beta) unless that is split: the block below the diagonal is T22 N21 T11.
 template <class Io, int K>
-__device__ __forceinline__ void write_solve(PrepShared<Io, K>& shared, const float* beta,
-                                            uint64_t record, bool split_beta) {
+__device__ __forceinline__ void write_solve(PrepShared<Io, K>& shared, float* beta, uint64_t record,
+                                            bool split_beta) {
   auto& N = shared.N;
-  invert_blocks(N);
+  const float nothing = add_block_below(invert_blocks(N), N);
+  // The backward has no tokens that must not see others.
+  if (!split_beta && __any_sync(~0u, nothing != 0)) contain(shared, beta, record);
   const int lane = this_thread() % 32;
   const int g = lane / 4;
   const int c = 2 * (lane % 4);

@@ -1,5 +1,5 @@
-// The instances of grad: bf16, K a file; a kernel each kind of gate, because the code of all
-// kinds would not stay in the instruction cache.
+// The instances of grad: element type and K a file; a kernel each kind of gate, because the code of
+// all kinds would not stay in the instruction cache.
 #pragma once
 
 #include <cstddef>
@@ -18,5 +18,7 @@ struct GradKernel {
 /// gate: a value of GateParams::kind.
 GradKernel grad_bf16_k64(int32_t gate);
 GradKernel grad_bf16_k128(int32_t gate);
+GradKernel grad_fp16_k64(int32_t gate);
+GradKernel grad_fp16_k128(int32_t gate);
 
 }  // namespace kda::cuda::sm90

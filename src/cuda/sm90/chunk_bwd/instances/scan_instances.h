@@ -1,4 +1,4 @@
-// The walks of sm90_chunk_bwd: bf16, K a file.
+// The walks of sm90_chunk_bwd: element type and K a file.
 #pragma once
 
 #include "cuda/sm90/chunk_fwd/chunk_fwd.h"
@@ -10,7 +10,9 @@ struct BackwardScans {
   void (*reverse)(ScanParams);
 };
 
-BackwardScans backward_scans_k64();
-BackwardScans backward_scans_k128();
+BackwardScans backward_scans_bf16_k64();
+BackwardScans backward_scans_bf16_k128();
+BackwardScans backward_scans_fp16_k64();
+BackwardScans backward_scans_fp16_k128();
 
 }  // namespace kda::cuda::sm90

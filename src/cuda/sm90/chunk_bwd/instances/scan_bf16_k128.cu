@@ -2,7 +2,7 @@
 #include "cuda/sm90/chunk_bwd/rev_scan.cuh"
 
 namespace kda::cuda::sm90 {
-BackwardScans backward_scans_k128() {
+BackwardScans backward_scans_bf16_k128() {
   return {sm90_chunk_scan<ForwardConsumer<__nv_bfloat16, 128, Walk::kRescan>>,
           sm90_chunk_scan<ReverseConsumer<__nv_bfloat16, 128>>};
 }

@@ -1,0 +1,9 @@
+#include "cuda/sm90/chunk_bwd/instances/scan_instances.h"
+#include "cuda/sm90/chunk_bwd/rev_scan.cuh"
+
+namespace kda::cuda::sm90 {
+BackwardScans backward_scans_fp16_k128() {
+  return {sm90_chunk_scan<ForwardConsumer<__half, 128, Walk::kRescan>>,
+          sm90_chunk_scan<ReverseConsumer<__half, 128>>};
+}
+}  // namespace kda::cuda::sm90
