@@ -308,15 +308,16 @@ struct ForwardConsumer {
     }
   }
 
-  /// NaN in each column of V from its first token on whose v is not finite.
+  /// NaN, with the bits that arithmetic gives it, in each column of V from its first token on whose
+  /// v is not finite.
   __device__ __forceinline__ void spoil_o(uint32_t (&o)[8], int stage, int32_t chunk) const {
     int first[2];
     first_not_finite(first, stage, chunk);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int token = i / 2 * 8 + at.column;
-      if (token >= first[i % 2]) o[i] |= 0x7fffu;
-      if (token + 1 >= first[i % 2]) o[i] |= 0x7fff0000u;
+      if (token >= first[i % 2]) o[i] = (o[i] & 0xffff0000u) | 0x7fffu;
+      if (token + 1 >= first[i % 2]) o[i] = (o[i] & 0xffffu) | 0x7fff0000u;
     }
   }
   __device__ __forceinline__ void spoil_state(float (&state)[kState], int stage,
