@@ -180,6 +180,18 @@ TEST(MakePlan, NamesOfOtherOperationsAndDevicesAreUnsupported) {
       << reverse.message();
 }
 
+TEST(MakePlan, ADeviceWithoutRowsSaysWhy) {
+  const auto rows = implementations();
+  if (std::any_of(rows.begin(), rows.end(),
+                  [](const auto& row) { return row.device == DeviceType::kCuda; })) {
+    GTEST_SKIP() << "this build has rows for CUDA";
+  }
+  const Environment environment(nullptr);
+  const Status status = supports(problem_of(Operation::kWu), {DeviceType::kCuda, 0});
+  EXPECT_EQ(status.code(), StatusCode::kUnsupported);
+  EXPECT_EQ(status.message(), "device cuda: nothing runs wu there: " + cuda_unavailable_reason());
+}
+
 TEST(MakePlan, WhatIsFoundIsShownPrintableAndShort) {
   const Environment environment(nullptr);
   const Problem problem = problem_of(Operation::kChunkForward);
