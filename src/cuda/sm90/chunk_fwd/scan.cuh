@@ -36,6 +36,8 @@
 
 #include <cuda/ptx>
 
+#include <type_traits>
+
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/stmatrix.cuh"
@@ -207,6 +209,7 @@ struct ForwardConsumer {
 
   /// Rows of o of a chunk, from registers through the staging to memory. Two buffers: the barrier
   /// that orders writing before reading also tells that the copies from the other one are over.
+  template <bool kPlain = false>
   __device__ __forceinline__ void store_o(const uint32_t (&o)[8], int32_t chunk) const {
     unsigned char* const staging = memory.o(group) + chunk % 2 * kTokenPanelBytes;
     stmatrix_transposed(panel_line(staging, 0), o);
@@ -214,7 +217,7 @@ struct ForwardConsumer {
     publish_to_async_proxy();
     if (thread == 0) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>{});
     sync();
-    const int rows = rows_of(work, chunk);
+    const int rows = kPlain ? kChunk : rows_of(work, chunk);
     const int64_t token = work.range.begin + int64_t{chunk} * kChunk;
     if (rows < kChunk) {  // the rows behind may be another sequence's
       constexpr int kRowsAtOnce = 128 / 8;
@@ -237,6 +240,7 @@ struct ForwardConsumer {
   }
 
   /// Once a chunk's stage is full: its tile of v or do.
+  template <bool kPlain = false>
   __device__ __forceinline__ void load_tokens(uint32_t (&x)[8], const StagePosition& position,
                                               int32_t chunk) const {
     wait_for(&barriers.full[position.stage], position.parity);
@@ -245,14 +249,20 @@ struct ForwardConsumer {
       for (uint32_t& pair : x) pair = 0;
       return;
     }
-    read_tokens(x, position.stage, chunk);
+    read_tokens<kPlain>(x, position.stage, chunk);
   }
 
   /// Transposed; zeros beyond the sequence, where the tile may hold rows of another.
+  template <bool kPlain = false>
   __device__ __forceinline__ void read_tokens(uint32_t (&x)[8], int stage, int32_t chunk) const {
     const unsigned char* const tile = memory.v(stage, group);
     ldmatrix_transposed(x, panel_line(tile, 0));
     ldmatrix_transposed(x + 4, panel_line(tile, 1));
+    if constexpr (!kPlain) clear_absent(x, chunk);
+  }
+
+  /// Zeros in the place of tokens beyond the sequence.
+  __device__ __forceinline__ void clear_absent(uint32_t (&x)[8], int32_t chunk) const {
     const int rows = rows_of(work, chunk);
     if (rows == kChunk) return;
 #pragma unroll
@@ -265,18 +275,19 @@ struct ForwardConsumer {
   /// The exponent of infinity and NaN.
   static constexpr uint32_t kNotFinite = __is_same(Io, __half) ? 0x7c00 : 0x7f80;
 
-  /// Whether any of the warp's elements is not finite: its product with 0 is NaN.
+  /// Whether any of the warp's elements is not finite: its product with 0 is NaN. Two sums, for
+  /// their latency is not covered.
   static __device__ __forceinline__ bool any_not_finite(const uint32_t (&x)[8]) {
-    uint32_t nothing = 0;
+    uint32_t nothing[2] = {};
 #pragma unroll
-    for (const uint32_t pair : x) {
+    for (int i = 0; i < 8; ++i) {
       if constexpr (__is_same(Io, __half)) {
-        asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(nothing) : "r"(pair), "r"(0));
+        asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(nothing[i % 2]) : "r"(x[i]), "r"(0));
       } else {
-        asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(nothing) : "r"(pair), "r"(0));
+        asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(nothing[i % 2]) : "r"(x[i]), "r"(0));
       }
     }
-    return __any_sync(~0u, (nothing & 0x7fff7fffu) != 0) != 0;
+    return __any_sync(~0u, ((nothing[0] | nothing[1]) & 0x7fff7fffu) != 0) != 0;
   }
 
   /// Zeros in the place of elements that are not finite: later tokens, which read them with factor
@@ -379,8 +390,11 @@ struct ForwardConsumer {
     }
   }
 
-  /// v: of chunk c, and afterwards of the one that follows.
-  __device__ __forceinline__ void chunk(float (&state)[kState], uint32_t (&v)[8], int32_t c,
+  /// v: of chunk c, and afterwards of the one that follows; whether that one's is not finite.
+  /// kPlain: v is finite, this chunk and the next one have all their rows. What other chunks need
+  /// would lie between the instructions that every chunk needs, and be jumped over.
+  template <bool kPlain>
+  __device__ __forceinline__ bool chunk(float (&state)[kState], uint32_t (&v)[8], int32_t c,
                                         const StagePosition& position,
                                         const StagePosition& next) const {
     const unsigned char* const record = memory.record(position.stage);
@@ -405,7 +419,7 @@ struct ForwardConsumer {
       wgmma_commit();
     }
     // v that is not finite must not meet the zeros above the diagonals of T and P.
-    const bool spoilt = kHasO && any_not_finite(v);
+    const bool spoilt = kHasO && !kPlain && any_not_finite(v);
     if (spoilt) clear_not_finite(v);
     older_products_are_over<kHasO ? 2 : 1>();
     decay(state, record);
@@ -439,20 +453,23 @@ struct ForwardConsumer {
     wgmma_rs<Io, Major::kOuter>(state, v_new, kg.rows(0), true);
     wgmma_rs<Io, Major::kOuter>(state, v_new + 4, kg.rows(1), true);
     wgmma_commit();
+    const bool goes_on = kPlain || c + 1 < work.chunks;
+    if (goes_on) load_tokens<kPlain>(v, next, c + 1);
     if constexpr (kHasO) {
       wgmma_wait<1>();
       uint32_t o[8];
 #pragma unroll
       for (int i = 0; i < 8; ++i) o[i] = pack<Io>(p.scale * O[2 * i], p.scale * O[2 * i + 1]);
       if (spoilt) spoil_o(o, position.stage, c);
-      store_o(o, c);
+      store_o<kPlain>(o, c);
     } else if constexpr (kWalk != Walk::kSummary) {
       store_o(v_new, c);
     }
-    if (c + 1 < work.chunks) load_tokens(v, next, c + 1);
+    const bool next_is_spoilt = kHasO && goes_on && any_not_finite(v);
     wgmma_wait<0>();
     if (spoilt) spoil_state(state, position.stage, c);
     release(position);
+    return next_is_spoilt;
   }
 
   __device__ void run() const {
@@ -461,11 +478,21 @@ struct ForwardConsumer {
     StagePosition position;
     uint32_t v[8];
     if (work.chunks > 0) load_tokens(v, position, 0);
-    for (int32_t c = 0; c < work.chunks; ++c) {
+    int32_t c = 0;
+    const auto walk = [&]<bool kPlain>(std::bool_constant<kPlain>) {
       StagePosition next = position;
       next.advance(memory.stages);
-      chunk(state, v, c, position, next);
+      const bool next_is_spoilt = chunk<kPlain>(state, v, c, position, next);
       position = next;
+      ++c;
+      return next_is_spoilt;
+    };
+    const int32_t plain =
+        kHasO ? static_cast<int32_t>((work.range.end - work.range.begin) / kChunk) - 1 : 0;
+    bool spoilt = plain > 0 && any_not_finite(v);
+    while (c < work.chunks) {
+      while (c < plain && !spoilt) spoilt = walk(std::bool_constant<true>{});
+      spoilt = walk(std::bool_constant<false>{});
     }
     store_state(state);
     finish_stores();
