@@ -308,7 +308,8 @@ struct ForwardConsumer {
     }
   }
 
-  /// NaN in each column of V from its first token on whose v is not finite.
+  /// NaN, with the bits that arithmetic gives it, in each column of V from its first token on whose
+  /// v is not finite.
   __device__ __forceinline__ void spoil_o(uint32_t (&o)[8], int stage, int32_t chunk) const {
     int first[2];
     first_not_finite(first, stage, chunk);
