@@ -22,7 +22,7 @@ cudaError_t fail(cudaError_t error) { return pending = error; }
 }  // namespace
 
 // Names that the linker makes.
-// NOLINTBEGIN(bugprone-reserved-identifier)
+// NOLINTBEGIN(bugprone-reserved-identifier,readability-identifier-naming)
 extern "C" {
 cudaError_t __wrap_cudaGetDeviceCount(int* count) {
   *count = kDevices;
@@ -53,7 +53,7 @@ cudaError_t __wrap_cudaGetLastError() {
   return error;
 }
 }
-// NOLINTEND(bugprone-reserved-identifier)
+// NOLINTEND(bugprone-reserved-identifier,readability-identifier-naming)
 
 namespace kda {
 namespace {
