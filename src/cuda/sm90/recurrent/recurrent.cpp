@@ -122,8 +122,7 @@ Result<std::unique_ptr<Executor>> make_recurrent(const Problem& problem, const D
                                                  const Options&) {
   const std::string obstacle = check_features(problem).message();
   if (Status status = check_hopper(device, obstacle); !status.ok()) return status;
-  int multiprocessors = 0;
-  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device.index);
+  const int32_t multiprocessors = sm_count(device);
   if (Status status = check_amount(problem, multiprocessors); !status.ok()) return status;
   const int64_t items = (problem.sequences() + (problem.packed() ? 1 : 0)) * problem.sizes.HV;
   const int stages = state_of(problem).dtype == DType::kF32 ? kStages<float> : kStages<uint16_t>;
