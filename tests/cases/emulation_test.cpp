@@ -117,7 +117,7 @@ TEST(Emulation, ErrorsOfSegments) {
       fmt::print("{:10} {}", name_of(family), io == DType::kBF16 ? "bf16" : "fp16");
       double uncut[2] = {};
       for (const int64_t segment : {0, 64, 128}) {
-        Emulation variant{Form::kR, 32, io, true};
+        Emulation variant{Form::kR, 32, io, io};
         variant.segment = segment;
         const Difference o = error(c, variant, expected, kO);
         const Difference state = error(c, variant, expected, kFinalState);
