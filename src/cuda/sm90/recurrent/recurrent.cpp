@@ -79,8 +79,7 @@ Status check_amount(const Problem& problem, int64_t multiprocessors) {
   if (states >= multiprocessors || tokens >= kManyTokens) return {};
   return unsupported(
       "{} states of {} tokens: with fewer than {} states, one for each SM, and fewer than {} "
-      "tokens "
-      "it is taken by choice only, as cuda_recurrent is faster",
+      "tokens it is taken by choice only, as cuda_recurrent is faster",
       states, tokens, multiprocessors, kManyTokens);
 }
 
