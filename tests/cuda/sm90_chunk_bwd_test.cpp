@@ -145,7 +145,7 @@ TEST(Sm90ChunkBackward, PackedSequencesHaveTheBitsOfSeparateOnes) {
       const auto of_sequence = [&](TensorId id, const HostTensor& t) {
         if (id == kALog || id == kDtBias) return t;
         const auto row = static_cast<int64_t>(n);
-        return is_state(id) ? part_of(t, 0, row, row + 1) : part_of(t, 1, begin, begin + length);
+        return is_state(id) ? row_of(t, row) : rows_of(t, 1, begin, length);
       };
       Problem alone = packed;
       alone.sizes.T = length;

@@ -306,17 +306,17 @@ TEST(Sm90StateScan, PackedSequencesHaveTheBitsOfSeparateOnes) {
       alone.set(kCuSeqlens, DType::kNone);
       TensorMap inputs;
       for (const TensorId id : {kKg, kW, kU, kGamma, kDo}) {
-        inputs[id] = part_of(packed.inputs.at(id), 1, begin, end);
+        inputs[id] = rows_of(packed.inputs.at(id), 1, begin, end - begin);
       }
-      inputs[kInitialState] = part_of(packed.inputs.at(kInitialState), 0, row, row + 1);
+      inputs[kInitialState] = row_of(packed.inputs.at(kInitialState), row);
       const auto separate = run_guarded(alone, inputs, on_hopper());
       ASSERT_TRUE(separate.ok()) << separate.status().message();
       for (const TensorId id : {kVNew, kDqRaw}) {
-        EXPECT_EQ(part_of(together->outputs.at(id), 1, begin, end).bytes,
+        EXPECT_EQ(rows_of(together->outputs.at(id), 1, begin, end - begin).bytes,
                   separate->outputs.at(id).bytes)
             << name_of(id) << " of sequence " << n;
       }
-      EXPECT_EQ(part_of(together->outputs.at(kFinalState), 0, row, row + 1).bytes,
+      EXPECT_EQ(row_of(together->outputs.at(kFinalState), row).bytes,
                 separate->outputs.at(kFinalState).bytes);
     }
   }

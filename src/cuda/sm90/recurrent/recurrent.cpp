@@ -79,8 +79,7 @@ Status check_amount(const Problem& problem, int64_t multiprocessors) {
   if (states >= multiprocessors || tokens >= kManyTokens) return {};
   return unsupported(
       "{} states of {} tokens: with fewer than {} states, one for each SM, and fewer than {} "
-      "tokens "
-      "it is taken by choice only, as cuda_recurrent is faster",
+      "tokens it is taken by choice only, as cuda_recurrent is faster",
       states, tokens, multiprocessors, kManyTokens);
 }
 
@@ -125,8 +124,7 @@ Result<std::unique_ptr<Executor>> make_recurrent(const Problem& problem, const D
                                                  const Options& options) {
   const std::string obstacle = check_features(problem).message();
   if (Status status = check_hopper(device, obstacle); !status.ok()) return status;
-  int multiprocessors = 0;
-  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device.index);
+  const int32_t multiprocessors = sm_count(device);
   if (options.implementation.empty()) {
     if (Status status = check_amount(problem, multiprocessors); !status.ok()) return status;
   }
