@@ -111,7 +111,7 @@ step_python() {
 
 step_cuda() {
   local PATH=$PATH:/usr/local/cuda/bin:$PWD/build/cuda-toolkit/bin
-  build cuda-release kda_program kda_cuda_tests
+  build cuda-release kda_program kda_cuda_tests kda_cuda_plan_tests
   # Registers, spills and lost wgmma overlap of the Hopper kernels, from ptxas.
   cmake --preset cuda-sm90 -B build/ptxas -DCMAKE_CUDA_FLAGS=-Xptxas=-v --log-level=WARNING \
     -Wno-dev "${launchers[@]}"

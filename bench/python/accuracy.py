@@ -15,16 +15,14 @@ import importlib.util
 import json
 import os
 import pathlib
-import shlex
 import struct
-import sys
-import time
 
 os.environ.setdefault("FLA_FLASH_KDA", "0")  # fla's own kernels are the contender
 
 import torch
 
 import native_kda
+from report import header, write
 
 DATA = pathlib.Path(__file__).resolve().parents[2] / "tests" / "data"
 REAL = ("lm_layer1_softplus.safetensors", "lm_layer3_safe.safetensors")
@@ -164,14 +162,6 @@ def worst(rows):
     return merged
 
 
-def write(report, path):
-    """After each row, so that a run cut short leaves those that it had."""
-    if path:
-        with open(path, "w") as file:
-            json.dump(report, file, indent=1)
-            file.write("\n")
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("cases", nargs="*", type=pathlib.Path, default=[DATA / n for n in REAL])
@@ -189,14 +179,7 @@ def main():
         contenders["fla"] = chunk_kda
     seeds = list(map(int, given.seeds.split(",")))
     report = {
-        "command": "python " + shlex.join(sys.argv),
-        "machine": torch.cuda.get_device_name(0) if given.device == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "native_kda": native_kda.__version__,
-        "fla": __import__("fla").__version__ if fla else None,
-        "fla's configurations": os.environ.get("FLA_CACHE_MODE", "autotuned"),
-        "KDA_IMPL": os.environ.get("KDA_IMPL", ""),
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **header(torch.cuda.get_device_name(0) if given.device == "cuda" else "cpu", fla),
         "tokens of random cases": given.tokens,
         "seeds": seeds,
         "rows": [],

@@ -17,9 +17,7 @@ import argparse
 import importlib.util
 import json
 import os
-import shlex
 import statistics
-import sys
 import time
 
 os.environ.setdefault("FLA_FLASH_KDA", "0")  # fla's own kernels are the contender
@@ -27,6 +25,7 @@ os.environ.setdefault("FLA_FLASH_KDA", "0")  # fla's own kernels are the contend
 import torch
 
 import native_kda
+from report import header, write
 
 SHAPES = {  # B, T, H, HV, K, V
     "S1": (1, 8192, 96, 96, 128, 128),
@@ -213,14 +212,6 @@ def processor():
         return next((row.split(": ")[1].strip() for row in file if "model name" in row), "cpu")
 
 
-def write(report, path):
-    """After each row, so that a run cut short leaves those that it had."""
-    if path:
-        with open(path, "w") as file:
-            json.dump(report, file, indent=1)
-            file.write("\n")
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shapes", default=",".join(SHAPES))
@@ -238,15 +229,7 @@ def main():
         torch.set_num_threads(1)
     torch.manual_seed(0)
     report = {
-        "command": "python " + shlex.join(sys.argv),
-        "machine": processor() if given.cpu else torch.cuda.get_device_name(0),
-        "torch": torch.__version__,
-        "python": sys.version.split()[0],
-        "native_kda": native_kda.__version__,
-        "fla": __import__("fla").__version__ if fla else None,
-        "fla's configurations": os.environ.get("FLA_CACHE_MODE", "autotuned"),
-        "KDA_IMPL": os.environ.get("KDA_IMPL", ""),
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **header(processor() if given.cpu else torch.cuda.get_device_name(0), fla),
         "host": {},
         "rows": [],
     }

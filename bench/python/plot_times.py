@@ -2,8 +2,9 @@
 
 usage: python bench/python/plot_times.py forward|step TARGET.svg RESULTS.json...
 
-RESULTS are outputs of `kda bench --json` and files of peers in the same form (bench/results/cuda_h200_peers.json): of the
-shapes with B = 1, K = V = 128, not packed, the left panel takes those with HEADS heads, the right one those with TOKENS tokens.
+RESULTS are outputs of `kda bench --json` and files of peers in the same form
+(bench/results/cuda_h200_peers.json): of the shapes with B = 1, K = V = 128, not packed, the left
+panel takes those with HEADS heads, the right one those with TOKENS tokens.
 """
 
 import json
@@ -33,19 +34,21 @@ def rows(paths):
 
 
 def times(paths, operations):
-    """{(series, gate): {(tokens, heads): ms}}, summed over the operations, where all of them are there."""
+    """{(series, gate): {(tokens, heads): ms}}, the sum of all operations where all are there."""
     parts = defaultdict(dict)
     for row in rows(paths):
         B, T, H, HV, K, V = row["shape"]
         if B != 1 or H != HV or (K, V) != (128, 128) or row.get("sequences"):
             continue
+        ms = row["median_ms"]
         if row["operation"] == "step" and len(operations) == 2:  # what peers report
-            parts[row["impl"], row["gate"], (T, H)] = dict.fromkeys(operations, row["median_ms"] / 2)
+            parts[row["impl"], row["gate"], (T, H)] = dict.fromkeys(operations, ms / 2)
         elif row["operation"] in operations:
             ours = row["impl"].startswith("sm90_")
             if not ours and not row.get("peer"):
                 continue
-            parts["native_kda" if ours else row["impl"], row["gate"], (T, H)][row["operation"]] = row["median_ms"]
+            name = "native_kda" if ours else row["impl"]
+            parts[name, row["gate"], (T, H)][row["operation"]] = ms
             if ours:
                 parts["floor", "", (T, H)][row["operation"]] = row["floor_ms"]
     series = defaultdict(dict)
@@ -57,7 +60,8 @@ def times(paths, operations):
 
 def draw(axes, series, kept, position):
     for (name, gate), points in sorted(series.items()):
-        line = sorted((size[position], ms) for size, ms in points.items() if size[1 - position] == kept)
+        line = sorted(
+            (size[position], ms) for size, ms in points.items() if size[1 - position] == kept)
         if line:
             colour = {"softplus": "C0", "lower_bound": "C1"}.get(gate, "grey")
             axes.plot(*zip(*line), MARKERS[name], color=colour, label=f"{name} {gate}".strip())

@@ -55,8 +55,8 @@ constexpr std::array kRows = {
                    "chunk_size 64, fp32 gamma and states, rows of 16 bytes",
                    kMakeStateScan},
     Implementation{"sm90_recurrent", kHopper, Operation::kRecurrent, DeviceType::kCuda,
-                   "Hopper (sm_90): K = V = 128, contiguous states of fp32 or bf16, as many as the "
-                   "GPU has SMs or with 4 tokens each; the bits of cuda_recurrent",
+                   "Hopper (sm_90): K = V = 128, contiguous states of fp32 or bf16; by default as "
+                   "many as the GPU has SMs, or with 4 tokens each; the bits of cuda_recurrent",
                    kMakeRecurrent},
     Implementation{"sm90_chunk_fwd", kHopper, Operation::kChunkForward, DeviceType::kCuda,
                    "Hopper (sm_90): bf16 or fp16 with K of 64 or 128, V a multiple of 64, every "

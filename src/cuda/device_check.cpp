@@ -72,8 +72,9 @@ Status check_address_facts(std::string_view name, const void* address, const Add
   }
   if (facts.attributes.type != cudaMemoryTypeUnregistered || facts.pageable) return {};
   return {StatusCode::kInvalidArgument,
-          fmt::format("{}: address {} is host memory, expected memory of cuda:{}", name, address,
-                      device.index)};
+          fmt::format("{}: address {} is memory that CUDA does not know (host memory, or freed), "
+                      "expected memory of cuda:{}",
+                      name, address, device.index)};
 }
 
 }  // namespace kda::cuda

@@ -17,6 +17,11 @@ namespace {
 
 constexpr std::size_t kAlignment = 256;
 
+/// Takes back an error of a call of ours, never one that the caller has yet to read.
+void forget(cudaError_t error) {
+  if (error != cudaSuccess) cudaGetLastError();
+}
+
 Status check_address(std::string_view name, const void* address, const Device& device) {
   AddressFacts facts;
   facts.error = cudaPointerGetAttributes(&facts.attributes, address);
@@ -38,15 +43,16 @@ Status check_device(const Device& device) {
   if (const cudaError_t error = cudaGetDeviceCount(&facts.devices); error != cudaSuccess) {
     return device_error("number of devices", error);
   }
-  cudaDeviceGetAttribute(&facts.major, cudaDevAttrComputeCapabilityMajor, device.index);
-  cudaDeviceGetAttribute(&facts.minor, cudaDevAttrComputeCapabilityMinor, device.index);
-  cudaGetLastError();  // of a device that is not there
+  if (device.index >= 0 && device.index < facts.devices) {
+    forget(cudaDeviceGetAttribute(&facts.major, cudaDevAttrComputeCapabilityMajor, device.index));
+    forget(cudaDeviceGetAttribute(&facts.minor, cudaDevAttrComputeCapabilityMinor, device.index));
+  }
   if (Status status = check_device_facts(facts); !status.ok()) return status;
   const DeviceGuard guard(device.index);
   if (!guard.status().ok()) return guard.status();
   cudaFuncAttributes attributes;
   facts.code = cudaFuncGetAttributes(&attributes, chunk_table_kernel());
-  if (facts.code != cudaSuccess) cudaGetLastError();
+  forget(facts.code);
   return check_device_facts(facts);
 }
 

@@ -106,9 +106,13 @@ TEST_P(CudaFaults, STATE_07_WrongShapesReachNoKernel) {
 TEST_P(CudaFaults, AnEarlierErrorOfTheCallerDoesNotFailTheRun) {
   void* nothing = nullptr;
   ASSERT_NE(cudaMalloc(&nothing, ~std::size_t{0} / 2), cudaSuccess);
+  const Device gpu{DeviceType::kCuda, 0};
+  const Result<Plan> plan = make_plan(device_->plan().problem(), gpu, options());
+  EXPECT_TRUE(plan.ok()) << plan.status().message();
+  EXPECT_FALSE(supports(device_->plan().problem(), {DeviceType::kCuda, 99}, options()).ok());
   const Status status = device_->plan().run(device_->args());
   EXPECT_TRUE(status.ok()) << status.message();
-  cudaGetLastError();
+  EXPECT_EQ(cudaGetLastError(), cudaErrorMemoryAllocation) << "the caller's error is gone";
   expect_next_call_works();
 }
 

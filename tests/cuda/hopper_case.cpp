@@ -1,16 +1,21 @@
 #include "cuda/hopper_case.h"
 
 #include <fmt/format.h>
+#include <gtest/gtest.h>
 
 #include "check.h"
 #include "compare.h"
 #include "cuda/device_case.h"
+#include "execute.h"
 
 namespace kda::test {
 
 using cases::Case;
+using cases::CaseSpec;
+using cases::Family;
 using cases::HostTensor;
 using cases::TensorMap;
+using enum TensorId;
 
 Conditions on_row(std::string_view row) {
   Conditions conditions;
@@ -44,14 +49,40 @@ Limit limits_beside_rounding(const Case& c, DType io) {
   };
 }
 
-HostTensor part_of(const HostTensor& t, std::size_t dim, int64_t begin, int64_t end) {
-  HostTensor part(t.dtype, t.shape);
-  part.shape[dim] = end - begin;
-  auto row = static_cast<std::ptrdiff_t>(size_of(t.dtype));
-  for (std::size_t i = dim + 1; i < t.shape.size(); ++i) row *= t.shape[i];
-  part.bytes.assign(t.bytes.begin() + row * begin, t.bytes.begin() + row * end);
-  for (std::size_t i = 0; i < dim; ++i) part.shape[i] = 1;
-  return part;
+CaseSpec forward_spec(Sizes sizes, DType io, Family family) {
+  CaseSpec spec;
+  spec.sizes = sizes;
+  spec.io = io;
+  spec.family = family;
+  spec.gradients = false;
+  return spec;
+}
+
+Problem forward_with_states(const Case& c, bool exact) {
+  Problem problem = forward_problem(c);
+  const DType io = exact ? DType::kF64 : problem[kQ].dtype;
+  problem.set(kO, io).set(kH, io);
+  problem.set(kFinalState, exact ? DType::kF64 : DType::kF32);
+  return problem;
+}
+
+std::string beyond_forward_limits(const Case& c, DType io, const TensorMap& results) {
+  const TensorMap expected =
+      cases::execute_operation(forward_with_states(c, true), c.inputs, {}, choosing("reference"))
+          .value()
+          .outputs;
+  return beyond(limits_beside_rounding(c, io), c, results, expected);
+}
+
+void expect_right_forward(const CaseSpec& spec, bool in_place) {
+  SCOPED_TRACE(cases::describe(spec));
+  const Case c = cases::generate(spec);
+  Conditions conditions = on_row("sm90_chunk_fwd");
+  conditions.state_in_place = in_place;
+  const auto outcome = run_guarded(forward_with_states(c, false), c.inputs, conditions);
+  ASSERT_TRUE(outcome.ok()) << outcome.status().message();
+  EXPECT_EQ(outcome->implementation, "sm90_chunk_fwd");
+  EXPECT_EQ(beyond_forward_limits(c, spec.io, outcome->outputs), "");
 }
 
 }  // namespace kda::test

@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "case.h"
+#include "generate.h"
 #include "support/guarded_run.h"
 
 namespace kda::test {
@@ -25,7 +26,18 @@ std::string beyond(const Limit& limit, const cases::Case& c, const cases::Tensor
 /// The limits of 7.3, for ill-conditioned families what rounding alone makes of the same inputs.
 Limit limits_beside_rounding(const cases::Case& c, DType io);
 
-/// Rows begin .. end - 1 of dimension `dim`, of extent 1 in the dimensions before it.
-cases::HostTensor part_of(const cases::HostTensor& t, std::size_t dim, int64_t begin, int64_t end);
+/// A forward case.
+cases::CaseSpec forward_spec(Sizes sizes, DType io = DType::kBF16,
+                             cases::Family family = cases::Family::kUnit);
+
+/// o, final_state and h of a case; all in fp64 for the reference.
+Problem forward_with_states(const cases::Case& c, bool exact);
+
+/// "" or how far the results of forward_with_states are beyond limits_beside_rounding.
+std::string beyond_forward_limits(const cases::Case& c, DType io, const cases::TensorMap& results);
+
+/// A case on sm90_chunk_fwd, in guarded memory and as a graph. in_place: initial_state and
+/// final_state are the same memory.
+void expect_right_forward(const cases::CaseSpec& spec, bool in_place = false);
 
 }  // namespace kda::test

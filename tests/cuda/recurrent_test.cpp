@@ -122,6 +122,21 @@ TEST(CudaRecurrent, HopperIsRightAndHasTheBitsOfThePortableKernel) {
   }
 }
 
+// Fewer than the default would give it.
+TEST(CudaRecurrent, HopperTakesFewStatesByChoice) {
+  for (const Variant& variant : variants()) {
+    for (const int64_t T : {1, 3}) {
+      CaseSpec spec = decode_spec(2, T, 1, 2);
+      spec.state_v_first = variant.v_first;
+      const Decode decode(spec, variant.state);
+      KDA_NEEDS_HOPPER_FOR(decode);
+      const TensorMap hopper = decode.run(kHopper);
+      expect_right(decode, hopper, describe(variant, T));
+      expect_same_bits(hopper, decode.run(kPortable), describe(variant, T));
+    }
+  }
+}
+
 /// Of 32 heads: more states than all blocks of an H200 have stages, so that rings go round and the
 /// counter gives out the rest.
 int64_t enough_sequences(const Variant& variant) { return variant.state == DType::kF32 ? 14 : 27; }

@@ -8,7 +8,6 @@
 #include "cuda/generic/pipeline.h"
 #include "cuda/hopper_case.h"
 #include "cuda/sm90/chunk_fwd/chunk_fwd.h"
-#include "execute.h"
 #include "generate.h"
 
 namespace kda::test {
@@ -24,51 +23,14 @@ using enum TensorId;
 constexpr DType kBF16 = DType::kBF16;
 constexpr DType kF16 = DType::kF16;
 
-CaseSpec spec_of(Sizes sizes, DType io = kBF16, Family family = Family::kUnit) {
-  CaseSpec spec;
-  spec.sizes = sizes;
-  spec.io = io;
-  spec.family = family;
-  spec.gradients = false;
-  return spec;
-}
-
-/// o, final_state and h of a case; all in fp64 for the reference.
-Problem problem_of(const Case& c, bool exact) {
-  Problem problem = forward_problem(c);
-  const DType io = exact ? DType::kF64 : problem[kQ].dtype;
-  problem.set(kO, io).set(kH, io);
-  problem.set(kFinalState, exact ? DType::kF64 : DType::kF32);
-  return problem;
-}
-
-std::string beyond_limits(const Case& c, const CaseSpec& spec, const TensorMap& results) {
-  const TensorMap expected =
-      cases::execute_operation(problem_of(c, true), c.inputs, {}, choosing("reference"))
-          .value()
-          .outputs;
-  return beyond(limits_beside_rounding(c, spec.io), c, results, expected);
-}
-
-void expect_right(const CaseSpec& spec, bool in_place) {
-  SCOPED_TRACE(cases::describe(spec));
-  const Case c = cases::generate(spec);
-  Conditions conditions = on_row("sm90_chunk_fwd");
-  conditions.state_in_place = in_place;
-  const auto outcome = run_guarded(problem_of(c, false), c.inputs, conditions);
-  ASSERT_TRUE(outcome.ok()) << outcome.status().message();
-  EXPECT_EQ(beyond_limits(c, spec, outcome->outputs), "");
-}
-
-// The segments that the row itself takes, in guarded memory and as a graph; in the last case
-// initial_state and final_state are the same memory.
+// The segments that the row itself takes.
 TEST(Sm90Segments, LongSequencesOfFewHeads) {
   KDA_NEEDS_HOPPER();
-  expect_right(spec_of({1, 6200, 1, 1, 128, 64, 0, 0}), false);
-  CaseSpec spec = spec_of({1, 9100, 1, 1, 64, 64, 0, 0}, kF16, Family::kSlow);
+  expect_right_forward(forward_spec({1, 6200, 1, 1, 128, 64, 0, 0}));
+  CaseSpec spec = forward_spec({1, 9100, 1, 1, 64, 64, 0, 0}, kF16, Family::kSlow);
   spec.cu_seqlens = {0, 10, 10, 6500, 9000};
   spec.poison_tail = true;
-  expect_right(spec, true);
+  expect_right_forward(spec, true);
 }
 
 template <int32_t kTokens>
@@ -78,7 +40,7 @@ void forward_in_segments(cuda::Pipeline& run) {
 
 /// With segments of another length than the row would take.
 TensorMap in_segments(const Case& c, cuda::PipelineFunction forward) {
-  DeviceCase device(problem_of(c, false), c.inputs, 0, choosing("sm90_chunk_fwd"));
+  DeviceCase device(forward_with_states(c, false), c.inputs, 0, choosing("sm90_chunk_fwd"));
   const Problem& problem = device.plan().problem();
   const auto executor = cuda::make_pipeline(problem, {DeviceType::kCuda, 0}, forward).value();
   const DeviceBuffer workspace(executor->workspace_bytes());
@@ -95,18 +57,19 @@ TEST(Sm90Segments, ShortSegments) {
   KDA_NEEDS_HOPPER();
   for (const Family family : cases::kFamilies) {
     for (const DType io : {kBF16, kF16}) {
-      CaseSpec spec = spec_of({1, 300, 1, 2, 128, 64, 0, 0}, io, family);
+      CaseSpec spec = forward_spec({1, 300, 1, 2, 128, 64, 0, 0}, io, family);
       spec.qk_l2norm = family == Family::kSmall;
       SCOPED_TRACE(cases::describe(spec));
       const Case c = cases::generate(spec);
-      EXPECT_EQ(beyond_limits(c, spec, in_segments(c, forward_in_segments<64>)), "");
+      EXPECT_EQ(beyond_forward_limits(c, spec.io, in_segments(c, forward_in_segments<64>)), "");
       spec.sizes = {2, 257, 2, 2, 64, 128, 0, 0};
       spec.gate = Gate::kSoftplus;
       spec.qk_l2norm = true;
       spec.state_v_first = true;
       spec.chunk_size = 32;
       const Case other = cases::generate(spec);
-      EXPECT_EQ(beyond_limits(other, spec, in_segments(other, forward_in_segments<64>)), "");
+      EXPECT_EQ(beyond_forward_limits(other, spec.io, in_segments(other, forward_in_segments<64>)),
+                "");
     }
   }
 }
@@ -114,12 +77,12 @@ TEST(Sm90Segments, ShortSegments) {
 // Packed, the segments of a sequence are where they are when it is alone.
 TEST(Sm90Segments, SegmentsOfPackedSequences) {
   KDA_NEEDS_HOPPER();
-  CaseSpec spec = spec_of({1, 700, 1, 1, 128, 128, 0, 0}, kBF16, Family::kSlow);
+  CaseSpec spec = forward_spec({1, 700, 1, 1, 128, 128, 0, 0}, kBF16, Family::kSlow);
   spec.cu_seqlens = {0, 0, 1, 64, 129, 450, 450, 690};
   spec.poison_tail = true;
   const Case c = cases::generate(spec);
   const TensorMap packed = in_segments(c, forward_in_segments<64>);
-  EXPECT_EQ(beyond_limits(c, spec, packed), "");
+  EXPECT_EQ(beyond_forward_limits(c, spec.io, packed), "");
   for (std::size_t i = 0; i + 1 < spec.cu_seqlens.size(); ++i) {
     const int64_t first = spec.cu_seqlens[i];
     const int64_t end = spec.cu_seqlens[i + 1];
@@ -131,15 +94,13 @@ TEST(Sm90Segments, SegmentsOfPackedSequences) {
     for (auto& [id, tensor] : one.inputs) {
       const bool is_state = id == kInitialState;
       const auto n = static_cast<int64_t>(i);
-      tensor = is_state ? part_of(c.inputs.at(id), 0, n, n + 1)
-                        : part_of(c.inputs.at(id), 1, first, end);
+      tensor =
+          is_state ? row_of(c.inputs.at(id), n) : rows_of(c.inputs.at(id), 1, first, end - first);
     }
     const TensorMap separate = in_segments(one, forward_in_segments<64>);
-    EXPECT_EQ(separate.at(kO).bytes, part_of(packed.at(kO), 1, first, end).bytes) << i;
-    EXPECT_EQ(
-        separate.at(kFinalState).bytes,
-        part_of(packed.at(kFinalState), 0, static_cast<int64_t>(i), static_cast<int64_t>(i) + 1)
-            .bytes)
+    EXPECT_EQ(separate.at(kO).bytes, rows_of(packed.at(kO), 1, first, end - first).bytes) << i;
+    EXPECT_EQ(separate.at(kFinalState).bytes,
+              row_of(packed.at(kFinalState), static_cast<int64_t>(i)).bytes)
         << i;
   }
 }
@@ -148,7 +109,8 @@ TEST(Sm90Segments, SegmentsOfPackedSequences) {
 TEST(Sm90Segments, TwoSegmentsHaveTheBitsOfOne) {
   KDA_NEEDS_HOPPER();
   for (const int32_t K : {64, 128}) {
-    const Case c = cases::generate(spec_of({2, 128, 1, 2, K, 128, 0, 0}, kBF16, Family::kSlow));
+    const Case c =
+        cases::generate(forward_spec({2, 128, 1, 2, K, 128, 0, 0}, kBF16, Family::kSlow));
     expect_same_bits(in_segments(c, forward_in_segments<64>),
                      in_segments(c, forward_in_segments<0>));
   }
@@ -156,7 +118,7 @@ TEST(Sm90Segments, TwoSegmentsHaveTheBitsOfOne) {
 
 TEST(Sm90Segments, SegmentsOfAPrefixKeepItsBits) {
   KDA_NEEDS_HOPPER();
-  CaseSpec spec = spec_of({1, 400, 1, 1, 128, 64, 0, 0}, kBF16, Family::kSlow);
+  CaseSpec spec = forward_spec({1, 400, 1, 1, 128, 64, 0, 0}, kBF16, Family::kSlow);
   const Case c = cases::generate(spec);
   const TensorMap all = in_segments(c, forward_in_segments<64>);
   for (const int64_t tokens : {100, 192, 333}) {
@@ -164,10 +126,10 @@ TEST(Sm90Segments, SegmentsOfAPrefixKeepItsBits) {
     Case part = cases::generate(spec);
     for (auto& [id, tensor] : part.inputs) {
       const HostTensor& whole = c.inputs.at(id);
-      tensor = id == kInitialState ? whole : part_of(whole, 1, 0, tokens);
+      tensor = id == kInitialState ? whole : rows_of(whole, 1, 0, tokens);
     }
     const TensorMap results = in_segments(part, forward_in_segments<64>);
-    EXPECT_EQ(results.at(kO).bytes, part_of(all.at(kO), 1, 0, tokens).bytes) << tokens;
+    EXPECT_EQ(results.at(kO).bytes, rows_of(all.at(kO), 1, 0, tokens).bytes) << tokens;
   }
 }
 

@@ -40,7 +40,7 @@ void add_common(CLI::App& app, Common& common) {
       ->capture_default_str();
   app.add_option("--impl", common.implementation,
                  "Implementations to use: a family or names, with commas between, as kda support "
-                 "lists them; never falls back");
+                 "lists them; no other row is taken");
   app.add_option("--threads", common.threads, "CPU threads; 0 for all")
       ->check(CLI::Range(0, 1024))
       ->capture_default_str();

@@ -16,6 +16,14 @@ __device__ __forceinline__ void copy_async_16(uint32_t shared, const void* globa
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 
+/// 16 bytes, or 16 zeros where `valid` is false; both addresses aligned to 16.
+__device__ __forceinline__ void copy_async_16_or_zero(uint32_t shared, const void* global,
+                                                      bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+
 /// Ends a group of this thread's copies.
 __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");

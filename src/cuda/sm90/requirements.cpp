@@ -31,6 +31,38 @@ Status check_hopper(const Device& device, const std::string& obstacle) {
   return {StatusCode::kUnsupported, fmt::format("{}, and {}", status.message(), obstacle)};
 }
 
+int32_t sm_count(const Device& device) {
+  int sms = 0;
+  cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device.index);
+  return sms;
+}
+
+int32_t sm_count() {
+  Device current{DeviceType::kCuda, 0};
+  cudaGetDevice(&current.index);
+  return sm_count(current);
+}
+
+std::string dtype_obstacle(const Problem& problem, std::initializer_list<TensorId> as_q,
+                           std::initializer_list<TensorId> states) {
+  const DType io = problem[TensorId::kQ].dtype;
+  if (io != DType::kBF16 && io != DType::kF16) return fmt::format("{} tensors (q)", name_of(io));
+  for (const TensorId id : as_q) {
+    const DType dtype = problem[id].dtype;
+    if (problem.has(id) && dtype != io) {
+      return fmt::format("{} tensors beside {} ones ({})", name_of(dtype), name_of(io),
+                         name_of(id));
+    }
+  }
+  for (const TensorId id : states) {
+    const DType dtype = problem[id].dtype;
+    if (problem.has(id) && dtype != DType::kF32 && dtype != io) {
+      return fmt::format("{} tensors ({})", name_of(dtype), name_of(id));
+    }
+  }
+  return computes_in_fp64(problem) ? "fp64 tensors" : "";
+}
+
 std::string uneven_rows(const Problem& problem, std::initializer_list<TensorId> ids) {
   constexpr int64_t kRowBytes = 16;
   for (const TensorId id : ids) {

@@ -177,22 +177,11 @@ void chunk_bwd(Pipeline& run) {
 /// "" or the feature that this leaf lacks.
 std::string obstacle_of(const Problem& problem) {
   if (std::string obstacle = size_obstacle(problem); !obstacle.empty()) return obstacle;
-  const DType io = io_of(problem);
-  if (io != DType::kBF16 && io != DType::kF16) return fmt::format("{} tensors (q)", name_of(io));
-  for (const TensorId id : {kDo, kDv}) {
-    const DType dtype = problem[id].dtype;
-    if (problem.has(id) && dtype != io) {
-      return fmt::format("{} tensors beside {} ones ({})", name_of(dtype), name_of(io),
-                         name_of(id));
-    }
+  if (std::string obstacle =
+          dtype_obstacle(problem, {kDo, kDv}, {kInitialState, kDfinalState, kDinitialState});
+      !obstacle.empty()) {
+    return obstacle;
   }
-  for (const TensorId id : {kInitialState, kDfinalState, kDinitialState}) {
-    const DType dtype = problem[id].dtype;
-    if (problem.has(id) && dtype != DType::kF32 && dtype != io) {
-      return fmt::format("{} tensors ({})", name_of(dtype), name_of(id));
-    }
-  }
-  if (computes_in_fp64(problem)) return "fp64 tensors";
   const double scale = problem.effective_scale();
   if (!std::isfinite(scale) || std::abs(split(scale).exponent) > kMostExponent) {
     return fmt::format("scale = {} (0 or 2^-{} to 2^{} in size)", scale, kMostExponent,
@@ -213,8 +202,7 @@ Result<int64_t> slices_of(const Problem& problem, const Device& device) {
   for (const TensorSpec& spec : tensors_of(problem.operation)) {
     if (spec.role == Role::kOutput) outputs += problem.bytes(spec.id);
   }
-  int sms = 0;
-  cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device.index);
+  const int32_t sms = sm_count(device);
   const Sizes& s = problem.sizes;
   const int64_t narrow_blocks = 2 * problem.sequences() * s.HV * (s.V / kGroupColumns);
   const int64_t limit = narrow_blocks <= sms ? outputs + outputs * 3 / 5 : outputs + outputs / 3;

@@ -5,6 +5,7 @@
 
 #include "cuda/launch.h"
 #include "cuda/sm90/chunk_bwd/instances/grad_instances.h"
+#include "cuda/sm90/requirements.h"
 #include "cuda/tensor_map.h"
 #include "kda/types.h"
 
@@ -35,12 +36,9 @@ Status launch_grad(const GradParams& params, bool, cudaStream_t stream) {
   Status status = make_tensor_map(launched.h_map, "h", params.h, shape);
   if (status.ok()) status = make_tensor_map(launched.dh_map, "dh", params.dh, shape);
   if (!status.ok()) return status;
-  int device = 0;
-  int sms = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
   const int64_t blocks = std::min<int64_t>(
-      params.most_blocks > 0 ? params.most_blocks : sms * grad.blocks_per_sm, kMostGradBlocks);
+      params.most_blocks > 0 ? params.most_blocks : sm_count() * grad.blocks_per_sm,
+      kMostGradBlocks);
   void* arguments[] = {&launched};
   return launch_raw(
       {"sm90_chunk_bwd_grad", std::min(items, blocks), 2 * heads.K, grad.shared_bytes},

@@ -4,7 +4,6 @@
 
 #include <cuda/ptx>
 
-#include "cuda/ptx/bulk_copy.cuh"
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/mma_sync.cuh"

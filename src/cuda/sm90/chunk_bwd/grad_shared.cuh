@@ -147,7 +147,7 @@ struct GradShared {
     float dg_first[K];       ///< gradient of the first token's decay
   };
   union {
-    float update_product[K];  ///< rowsum over the earlier chunk's tokens of kg . dkg
+    float update_product[K];  ///< rowsum over the earlier chunk's tokens of kg . dkx
     float carry[K];           ///< what the later chunk adds to the dg of the earlier one
   };
   float dg_steps[kChunk / Traits::kTokens][K];  ///< what each segment adds to dg

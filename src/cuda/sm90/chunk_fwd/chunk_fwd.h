@@ -28,7 +28,7 @@ struct PrepParams {
   uint32_t* ready = nullptr;     ///< a scan runs beside: set once its record is written
   uint32_t* counters = nullptr;  ///< with ready
   PrepRoom room;                 ///< with ready
-  int32_t blocks = 0;            ///< of the grid without; 0: one an item
+  int32_t blocks = 0;            ///< of the grid without `ready`; 0: one an item
   float beta_factor = 1;
   bool qk_l2norm = false;
   bool beta_sigmoid = false;

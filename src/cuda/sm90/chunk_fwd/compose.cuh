@@ -11,8 +11,8 @@
 // four k and eight columns a thread; the rows of the next segment are in flight meanwhile, in
 // registers. Then each thread adds the parts of four elements, in order, to what the tokens left.
 //
-// Shared memory, bytes, K = 128, per group: the start [8][K] 4096; the parts 2 x [8][8][K] 65536.
-// Barriers: the block's, between parts and start, and at the end of a segment.
+// Shared memory, bytes, K = 128: the parts 2 x [8][8][K] 65536; the start [8][K] of each group
+// 4096. Barriers: the block's, between parts and start, and at the end of a segment.
 #pragma once
 
 #include <cstddef>

@@ -32,7 +32,7 @@
 //   q, k, raw, then tiles                 17408 (52224: fp32 tiles apart)
 //   g, G', then the tiles down, cross     16896 (26112)
 //   N                                      4608
-//   totals, biases, norms, beta, items     3856
+//   totals, biases, norms, beta, items     3824
 #pragma once
 
 #include "cuda/sm90/chunk_fwd/prep_gates.cuh"

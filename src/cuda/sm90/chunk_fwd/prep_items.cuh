@@ -1,7 +1,6 @@
 // Which chunks and value heads a block of prep takes, and the copies of their inputs.
 #pragma once
 
-#include "cuda/ptx/bulk_copy.cuh"
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/sm90/chunk_fwd/prep_shared.cuh"
 

@@ -43,6 +43,7 @@
 #include "cuda/ptx/stmatrix.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/sm90/chunk_fwd/config.h"
+#include "cuda/sm90/chunk_fwd/not_finite.cuh"
 #include "cuda/sm90/chunk_fwd/scan_load.cuh"
 #include "cuda/tile/convert.cuh"
 #include "cuda/tile/fragment.cuh"
@@ -272,69 +273,24 @@ struct ForwardConsumer {
     }
   }
 
-  /// The exponent of infinity and NaN.
-  static constexpr uint32_t kNotFinite = __is_same(Io, __half) ? 0x7c00 : 0x7f80;
-
-  /// Whether any of the warp's elements is not finite: its product with 0 is NaN. Two sums, for
-  /// their latency is not covered.
-  static __device__ __forceinline__ bool any_not_finite(const uint32_t (&x)[8]) {
-    uint32_t nothing[2] = {};
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if constexpr (__is_same(Io, __half)) {
-        asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(nothing[i % 2]) : "r"(x[i]), "r"(0));
-      } else {
-        asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(nothing[i % 2]) : "r"(x[i]), "r"(0));
-      }
-    }
-    return __any_sync(~0u, ((nothing[0] | nothing[1]) & 0x7fff7fffu) != 0) != 0;
-  }
-
-  /// Zeros in the place of elements that are not finite: later tokens, which read them with factor
-  /// 0 like earlier ones, get their NaN by spoil_o.
-  static __device__ __forceinline__ void clear_not_finite(uint32_t (&x)[8]) {
-    constexpr uint32_t kHigh = kNotFinite << 16;
-#pragma unroll
-    for (uint32_t& pair : x) {
-      if ((pair & kNotFinite) == kNotFinite) pair &= 0xffff0000u;
-      if ((pair & kHigh) == kHigh) pair &= 0xffffu;
-    }
-  }
-
-  /// The first token whose v is not finite in each of the lane's rows of fragments; kChunk: none.
-  __device__ __forceinline__ void first_not_finite(int (&first)[2], int stage,
-                                                   int32_t chunk) const {
+  /// The first token whose v is not finite in each of the lane's columns of V; kChunk: none.
+  __device__ __forceinline__ void first_spoilt(int (&first)[2], int stage, int32_t chunk) const {
     uint32_t x[8];
     read_tokens(x, stage, chunk);
-    first[0] = first[1] = kChunk;
-#pragma unroll
-    for (int i = 7; i >= 0; --i) {
-      const int token = i / 2 * 8 + at.column;
-      if ((x[i] >> 16 & kNotFinite) == kNotFinite) first[i % 2] = token + 1;
-      if ((x[i] & kNotFinite) == kNotFinite) first[i % 2] = token;
-    }
-    for (int& token : first) {
-      token = min(token, __shfl_xor_sync(~0u, token, 1));
-      token = min(token, __shfl_xor_sync(~0u, token, 2));
-    }
+    first_not_finite<Io>(first, x, at);
   }
 
-  /// NaN, with the bits that arithmetic gives it, in each column of V from its first token on whose
-  /// v is not finite.
+  /// NaN in each column of V from its first token on whose v is not finite.
   __device__ __forceinline__ void spoil_o(uint32_t (&o)[8], int stage, int32_t chunk) const {
     int first[2];
-    first_not_finite(first, stage, chunk);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int token = i / 2 * 8 + at.column;
-      if (token >= first[i % 2]) o[i] = (o[i] & 0xffff0000u) | 0x7fffu;
-      if (token + 1 >= first[i % 2]) o[i] = (o[i] & 0xffffu) | 0x7fff0000u;
-    }
+    first_spoilt(first, stage, chunk);
+    spoil_from(first, o, at);
   }
+  /// The state of these columns.
   __device__ __forceinline__ void spoil_state(float (&state)[kState], int stage,
                                               int32_t chunk) const {
     int first[2];
-    first_not_finite(first, stage, chunk);
+    first_spoilt(first, stage, chunk);
 #pragma unroll
     for (int i = 0; i < kState; ++i) {
       if (first[i / 2 % 2] < kChunk) state[i] = __int_as_float(0x7fffffff);
@@ -419,8 +375,8 @@ struct ForwardConsumer {
       wgmma_commit();
     }
     // v that is not finite must not meet the zeros above the diagonals of T and P.
-    const bool spoilt = kHasO && !kPlain && any_not_finite(v);
-    if (spoilt) clear_not_finite(v);
+    const bool spoilt = kHasO && !kPlain && any_not_finite<Io>(v);
+    if (spoilt) clear_not_finite<Io>(v);
     older_products_are_over<kHasO ? 2 : 1>();
     decay(state, record);
     wgmma_wait<kHasO ? 1 : 0>();
@@ -465,7 +421,7 @@ struct ForwardConsumer {
     } else if constexpr (kWalk != Walk::kSummary) {
       store_o(v_new, c);
     }
-    const bool next_is_spoilt = kHasO && goes_on && any_not_finite(v);
+    const bool next_is_spoilt = kHasO && goes_on && any_not_finite<Io>(v);
     wgmma_wait<0>();
     if (spoilt) spoil_state(state, position.stage, c);
     release(position);
@@ -489,7 +445,7 @@ struct ForwardConsumer {
     };
     const int32_t plain =
         kHasO ? static_cast<int32_t>((work.range.end - work.range.begin) / kChunk) - 1 : 0;
-    bool spoilt = plain > 0 && any_not_finite(v);
+    bool spoilt = plain > 0 && any_not_finite<Io>(v);
     while (c < work.chunks) {
       while (c < plain && !spoilt) spoilt = walk(std::bool_constant<true>{});
       spoilt = walk(std::bool_constant<false>{});

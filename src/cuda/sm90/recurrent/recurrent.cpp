@@ -67,9 +67,9 @@ const TensorLayout& state_of(const Problem& problem) {
   return initial.present() ? initial : problem[TensorId::kFinalState];
 }
 
-/// The portable kernel spreads the columns of few states over more blocks. H200, one token of 32
-/// heads: 0.0095 ms for 0.0105 with one sequence, 0.0131 for 0.0134 with four, 0.0188 for 0.0155
-/// with six; four tokens of one sequence 0.0135 for 0.0126.
+/// For calls where nobody chose: the portable kernel spreads the columns of few states over more
+/// blocks. H200, one token of 32 heads: 0.0095 ms for 0.0105 with one sequence, 0.0131 for 0.0134
+/// with four, 0.0188 for 0.0155 with six; four tokens of one sequence 0.0135 for 0.0126.
 Status check_amount(const Problem& problem, int64_t multiprocessors) {
   constexpr int64_t kManyTokens = 4;
   const int64_t sequences = problem.sequences();
@@ -77,8 +77,10 @@ Status check_amount(const Problem& problem, int64_t multiprocessors) {
   const int64_t tokens =
       problem.packed() ? problem.sizes.T / std::max<int64_t>(sequences, 1) : problem.sizes.T;
   if (states >= multiprocessors || tokens >= kManyTokens) return {};
-  return unsupported("{} states and {} tokens each: below {} states and {} tokens it is slower",
-                     states, tokens, multiprocessors, kManyTokens);
+  return unsupported(
+      "{} states of {} tokens: with fewer than {} states, one for each SM, and fewer than {} "
+      "tokens it is taken by choice only, as cuda_recurrent is faster",
+      states, tokens, multiprocessors, kManyTokens);
 }
 
 bool is_aligned(const Tensor& state) {
@@ -119,12 +121,13 @@ class RecurrentExecutor final : public CudaExecutor {
 }  // namespace
 
 Result<std::unique_ptr<Executor>> make_recurrent(const Problem& problem, const Device& device,
-                                                 const Options&) {
+                                                 const Options& options) {
   const std::string obstacle = check_features(problem).message();
   if (Status status = check_hopper(device, obstacle); !status.ok()) return status;
-  int multiprocessors = 0;
-  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device.index);
-  if (Status status = check_amount(problem, multiprocessors); !status.ok()) return status;
+  const int32_t multiprocessors = sm_count(device);
+  if (options.implementation.empty()) {
+    if (Status status = check_amount(problem, multiprocessors); !status.ok()) return status;
+  }
   const int64_t items = (problem.sequences() + (problem.packed() ? 1 : 0)) * problem.sizes.HV;
   const int stages = state_of(problem).dtype == DType::kF32 ? kStages<float> : kStages<uint16_t>;
   return std::unique_ptr<Executor>(std::make_unique<RecurrentExecutor>(

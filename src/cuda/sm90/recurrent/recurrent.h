@@ -7,9 +7,10 @@
 
 namespace kda::cuda::sm90 {
 
-/// K = V = 128, states of fp32 or bf16 that are contiguous, as many as the GPU has SMs or with four
-/// tokens each; the bits of recurrent_step. With a state whose address is not a multiple of 16 the
-/// call runs recurrent_any, as cuda_recurrent does: its sums have another order.
+/// K = V = 128, states of fp32 or bf16 that are contiguous; where nobody chose it only as many as
+/// the GPU has SMs or with four tokens each. The bits of recurrent_step. With a state whose address
+/// is not a multiple of 16 the call runs recurrent_any, as cuda_recurrent does: its sums have
+/// another order.
 Result<std::unique_ptr<Executor>> make_recurrent(const Problem& problem, const Device& device,
                                                  const Options& options);
 

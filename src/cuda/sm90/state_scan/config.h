@@ -25,7 +25,6 @@ using WideRawDqScan = ScanShape<K, 128, K == 64 ? 3 : 2, true, kCluster>;
 inline constexpr int kScanChunk = 64;  ///< C
 inline constexpr int kWarpgroupColumns = 64;
 inline constexpr int kWarpgroupThreads = 128;
-inline constexpr int kMostCluster = 2;
 
 /// Warpgroups that use the tensor cores: the state's, and one for dq_raw.
 template <class S>

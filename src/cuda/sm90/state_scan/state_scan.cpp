@@ -71,12 +71,8 @@ ScanTiling choose_tiling(const StateScanParams& p, bool raw_dq) {
     return p.heads.V % 256 != 0 ? ScanTiling::kWideRawDq : ScanTiling::kWideRawDqPair;
   }
   if (p.heads.V % 128 != 0) return ScanTiling::kNarrow;
-  int device = 0;
-  int sms = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
   const int64_t wide = p.sequences.count * p.heads.HV * (p.heads.V / 128);
-  return 2 * wide <= sms ? ScanTiling::kNarrow : ScanTiling::kWide;
+  return 2 * wide <= sm_count() ? ScanTiling::kNarrow : ScanTiling::kWide;
 }
 
 void scan_on_hopper(Pipeline& run) {
