@@ -443,8 +443,7 @@ struct ForwardConsumer {
       ++c;
       return next_is_spoilt;
     };
-    const int32_t plain =
-        kHasO ? static_cast<int32_t>((work.range.end - work.range.begin) / kChunk) - 1 : 0;
+    const int32_t plain = kHasO ? whole_chunks(work) - 1 : 0;
     bool spoilt = plain > 0 && any_not_finite<Io>(v);
     while (c < work.chunks) {
       while (c < plain && !spoilt) spoilt = walk(std::bool_constant<true>{});

@@ -86,6 +86,12 @@ __device__ __forceinline__ int rows_of(const ForwardWork& work, int32_t chunk) {
   return static_cast<int>(rest < kChunk ? rest : kChunk);
 }
 
+/// Chunks from the first one on that have all their rows.
+__device__ __forceinline__ int32_t whole_chunks(const ForwardWork& work) {
+  const int64_t whole = (work.range.end - work.range.begin) / kChunk;
+  return whole < work.chunks ? static_cast<int32_t>(whole) : work.chunks;
+}
+
 struct ForwardBarriers {
   uint64_t full[kMostStages];
   uint64_t empty[kMostStages];
