@@ -122,7 +122,8 @@ struct ReverseConsumer : ForwardConsumer<IoType, HeadSize, Walk::kReverse> {
     this->release(position);
   }
 
-  __device__ void run() const {
+  template <bool kTrusting>
+  __device__ bool run() const {
     float state[kState];
     this->load_state(state);
     // Without a chunk the gradient passes bit for bit.
@@ -145,6 +146,7 @@ struct ReverseConsumer : ForwardConsumer<IoType, HeadSize, Walk::kReverse> {
     for (int i = 0; i < kState; ++i) state[i] *= mantissa * unit;
     this->store_state(state);
     this->finish_stores();
+    return false;
   }
 };
 

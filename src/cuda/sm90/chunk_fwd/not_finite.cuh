@@ -13,20 +13,27 @@ namespace kda::cuda::sm90 {
 template <class Io>
 inline constexpr uint32_t kNotFinite = __is_same(Io, __half) ? 0x7c00 : 0x7f80;
 
-/// Whether any of the warp's elements is not finite: its product with 0 is NaN. Two sums, for
-/// their latency is not covered.
+/// Whether any of the warp's elements is not finite: its product with 0 is NaN.
 template <class Io>
 __device__ __forceinline__ bool any_not_finite(const uint32_t (&x)[8]) {
-  uint32_t nothing[2] = {};
+  uint32_t nothing = 0;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
+  for (const uint32_t pair : x) {
     if constexpr (__is_same(Io, __half)) {
-      asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(nothing[i % 2]) : "r"(x[i]), "r"(0));
+      asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(nothing) : "r"(pair), "r"(0));
     } else {
-      asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(nothing[i % 2]) : "r"(x[i]), "r"(0));
+      asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(nothing) : "r"(pair), "r"(0));
     }
   }
-  return __any_sync(~0u, ((nothing[0] | nothing[1]) & 0x7fff7fffu) != 0) != 0;
+  return __any_sync(~0u, (nothing & 0x7fff7fffu) != 0) != 0;
+}
+
+template <int N>
+__device__ __forceinline__ bool all_finite(const float (&x)[N]) {
+  float nothing = 0;
+#pragma unroll
+  for (const float value : x) nothing = fmaf(value, 0, nothing);
+  return nothing == 0;
 }
 
 /// Zeros in the place of elements that are not finite. Later tokens, which may read them, read 0

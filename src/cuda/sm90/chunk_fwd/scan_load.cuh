@@ -31,12 +31,12 @@ struct ForwardMemory {
   __device__ __forceinline__ unsigned char* v(int stage, int group) const {
     return record(stage) + kStageRecordBytes<K> + group * kTokenPanelBytes;
   }
-  /// Two buffers, so that one barrier a chunk orders writing and reading.
-  __device__ __forceinline__ unsigned char* o(int group) const {
-    return base + stages * stage_bytes() + group * 2 * kTokenPanelBytes;
+  /// The staging of o: two buffers, in turns.
+  __device__ __forceinline__ unsigned char* o(int group, int buffer) const {
+    return base + stages * stage_bytes() + (2 * group + buffer) * kTokenPanelBytes;
   }
   __device__ __forceinline__ unsigned char* h(int group) const {
-    return o(groups) + group * (K * kGroupColumns * 2);
+    return o(groups, 0) + group * (K * kGroupColumns * 2);
   }
 };
 
@@ -92,10 +92,55 @@ __device__ __forceinline__ int32_t whole_chunks(const ForwardWork& work) {
   return whole < work.chunks ? static_cast<int32_t>(whole) : work.chunks;
 }
 
+/// Whether a walk takes v for finite and looks at the last state, in which what is not finite
+/// stays: where it is not, the block walks again, with care.
+template <Walk kWalk>
+inline constexpr bool kTrusts = kWalk == Walk::kForward;
+
+/// All warps of a block ask after a trusting walk, with what they found.
+__device__ __forceinline__ bool walks_again(bool spoilt) {
+  __syncwarp();
+  return barrier_any(0, static_cast<int>(blockDim.x), spoilt);
+}
+
 struct ForwardBarriers {
   uint64_t full[kMostStages];
   uint64_t empty[kMostStages];
+  uint64_t o_free[kMostGroups][2];
+  uint64_t h_free[kMostGroups];
 };
+
+/// f(barrier, arrivals that complete its phase)
+template <class F>
+__device__ __forceinline__ void each_barrier(ForwardBarriers& barriers, const ScanShape& shape,
+                                             F f) {
+  for (int i = 0; i < shape.stages; ++i) {
+    f(&barriers.full[i], 1);
+    f(&barriers.empty[i], 128 * shape.groups);
+  }
+  for (int group = 0; group < shape.groups; ++group) {
+    f(&barriers.o_free[group][0], 1);
+    f(&barriers.o_free[group][1], 1);
+    f(&barriers.h_free[group], 1);
+  }
+}
+__device__ __forceinline__ void init(ForwardBarriers& barriers, const ScanShape& shape) {
+  each_barrier(barriers, shape, [](uint64_t* barrier, int arrivals) {
+    ptx::mbarrier_init(barrier, static_cast<uint32_t>(arrivals));
+  });
+  ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+}
+/// For another walk; the whole block.
+__device__ __forceinline__ void restart(ForwardBarriers& barriers, const ScanShape& shape) {
+  if (threadIdx.x == 0) {
+    each_barrier(barriers, shape, [](uint64_t* barrier, int) {
+      const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(barrier));
+      asm volatile("mbarrier.inval.shared.b64 [%0];" ::"r"(address) : "memory");
+    });
+    init(barriers, shape);
+  }
+  __syncthreads();
+}
 
 /// RingPosition where the number of stages is the launch's.
 struct StagePosition {

@@ -1,0 +1,112 @@
+// From the staging of scan to memory: tiles of o and h, and the warps that store them.
+#pragma once
+
+#include <cuda/ptx>
+
+#include "cuda/ptx/barrier.cuh"
+#include "cuda/sm90/chunk_fwd/scan_load.cuh"
+
+namespace kda::cuda::sm90 {
+
+/// Whether warps of their own store what the consumers leave in the staging. The forward alone:
+/// with few heads its time is that of a consumer's instructions.
+template <Walk kWalk>
+inline constexpr bool kHasStoringWarps = kWalk == Walk::kForward;
+
+/// Named barriers of a consumer warpgroup: its own, and those that its storing warp waits at, one
+/// a buffer of the staging.
+inline constexpr int kStoringThreads = 128 + 32;
+__device__ __forceinline__ int group_barrier(int group) { return 1 + group; }
+__device__ __forceinline__ int o_barrier(int group, int buffer) {
+  return 1 + kMostGroups + 3 * group + buffer;
+}
+__device__ __forceinline__ int h_barrier(int group) { return o_barrier(group, 2); }
+
+/// First of a warpgroup's columns of V.
+__device__ __forceinline__ int32_t column_of(const ForwardWork& work, int group) {
+  return static_cast<int32_t>(work.v0) + group * kGroupColumns;
+}
+
+/// Chunks of a row of h: the caller's chunks have 32 or 64 tokens.
+__device__ __forceinline__ int h_shift(const ScanParams& p) {
+  return p.chunk_size == 2 * kChunk ? 1 : 0;
+}
+/// Whether the state at a chunk is a row of h. h stands before the chunks of its row, dh behind
+/// them.
+template <Walk kWalk>
+__device__ __forceinline__ bool has_h(const ScanParams& p, const ForwardWork& work, int32_t chunk) {
+  if (p.h.data == nullptr) return false;
+  const int last = (1 << h_shift(p)) - 1;
+  if (kWalk != Walk::kReverse) return (chunk & last) == 0;
+  return (chunk & last) == last || chunk + 1 == work.chunks;
+}
+
+/// Starts the copy of a tile of h; one thread.
+__device__ __forceinline__ void copy_h(const ScanParams& p, const ForwardWork& work, int group,
+                                       int32_t chunk, const unsigned char* staging) {
+  const int32_t to[4] = {column_of(work, group), 0, static_cast<int32_t>(work.hv),
+                         work.first_h + (chunk >> h_shift(p))};
+  ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &p.h_map, to, staging);
+  ptx::cp_async_bulk_commit_group();
+}
+
+/// Starts the copy of a tile of o, all of whose rows are the sequence's; one thread.
+__device__ __forceinline__ void copy_o(const ScanParams& p, const ForwardWork& work, int group,
+                                       int32_t chunk, const unsigned char* staging) {
+  const int64_t token = work.range.begin + int64_t{chunk} * kChunk;
+  const int32_t to[4] = {column_of(work, group), static_cast<int32_t>(work.hv),
+                         static_cast<int32_t>(token), static_cast<int32_t>(work.range.batch)};
+  ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &p.o_map, to, staging);
+  ptx::cp_async_bulk_commit_group();
+}
+
+/// Rows of o of a chunk whose other rows may be another sequence's, from its consumer's threads.
+template <class Io>
+__device__ __forceinline__ void store_rows(const ScanParams& p, const ForwardWork& work, int group,
+                                           int32_t chunk, const unsigned char* staging, int rows,
+                                           int thread) {
+  constexpr int kRowsAtOnce = 128 / 8;
+  const int64_t token = work.range.begin + int64_t{chunk} * kChunk;
+  Io* const to = static_cast<Io*>(p.o.data) + token_offset(p.o, work.range.batch, token, work.hv) +
+                 column_of(work, group) + thread % 8 * kUnitElements;
+#pragma unroll
+  for (int row = thread / 8; row < kChunk; row += kRowsAtOnce) {
+    if (row < rows) {
+      *reinterpret_cast<uint4*>(to + row * p.o.stride[1]) =
+          *reinterpret_cast<const uint4*>(staging + unit_offset(row, thread % 8));
+    }
+  }
+}
+
+/// The staging may be written, or go, once the copies that this thread started have read it.
+__device__ __forceinline__ void wait_for_copies_to_read() {
+  ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>{});
+}
+
+/// The storing warp of a consumer warpgroup.
+template <int K, Walk kWalk>
+__device__ void store_chunks(const ScanParams& p, const ForwardWork& work,
+                             const ForwardMemory<K>& memory, ForwardBarriers& barriers, int group) {
+  const bool leads = threadIdx.x % 32 == 0;
+  for (int32_t chunk = 0; chunk < work.chunks; ++chunk) {
+    const bool with_h = has_h<kWalk>(p, work, chunk);
+    if (with_h) {
+      barrier_sync(h_barrier(group), kStoringThreads);
+      if (leads) copy_h(p, work, group, chunk, memory.h(group));
+    }
+    if (rows_of(work, chunk) < kChunk) break;  // the consumer's own, the last ones
+    const int buffer = chunk % 2;
+    barrier_sync(o_barrier(group, buffer), kStoringThreads);
+    if (leads) {
+      copy_o(p, work, group, chunk, memory.o(group, buffer));
+      wait_for_copies_to_read();
+      ptx::mbarrier_arrive(&barriers.o_free[group][buffer]);
+      if (with_h) ptx::mbarrier_arrive(&barriers.h_free[group]);
+    }
+    __syncwarp();
+  }
+  // Until they have written, too: the block may walk again.
+  if (leads) ptx::cp_async_bulk_wait_group(ptx::n32_t<0>{});
+}
+
+}  // namespace kda::cuda::sm90
