@@ -369,10 +369,10 @@ struct ForwardConsumer {
     wgmma_rs<Io, Major::kOuter>(state, v_new, kg.rows(0), true);
     wgmma_rs<Io, Major::kOuter>(state, v_new + 4, kg.rows(1), true);
     wgmma_commit();
+    if constexpr (kHasO) wait_for_o_staging(c);
     const bool goes_on = kPlain || c + 1 < work.chunks;
     if constexpr (kPlain) load_tokens<true>(v, next, c + 1);
     if constexpr (kHasO) {
-      wait_for_o_staging(c);
       wgmma_wait<1>();
       uint32_t o[8];
 #pragma unroll
