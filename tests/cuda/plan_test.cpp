@@ -112,5 +112,112 @@ TEST(CudaPlan, TheReasonOfFewStatesSaysWhen) {
       << reason;
 }
 
+Problem chunked(Operation operation, const Sizes& sizes) {
+  Problem problem = Problem::make(operation, sizes, DType::kBF16);
+  problem.gate = Gate::kSoftplus;
+  problem.set(TensorId::kALog, DType::kF32).set(TensorId::kInitialState, DType::kF32);
+  if (sizes.N > 0) problem.set(TensorId::kCuSeqlens, DType::kI64);
+  if (operation == Operation::kChunkForward) return problem.set(TensorId::kFinalState, DType::kF32);
+  for (const TensorId id : {TensorId::kDq, TensorId::kDk, TensorId::kDv, TensorId::kDg}) {
+    problem.set(id, DType::kBF16);
+  }
+  return problem.set(TensorId::kDALog, DType::kF32).set(TensorId::kDinitialState, DType::kF32);
+}
+
+Result<Plan> plan_within(const Problem& problem, std::size_t limit, const char* choice) {
+  Options options;
+  options.implementation = choice;
+  options.workspace_limit = limit;
+  return make_plan(problem, kGpu, options);
+}
+
+constexpr const char* kChoices[] = {"", "sm90", "cuda"};
+constexpr Operation kChunked[] = {Operation::kChunkForward, Operation::kChunkBackward};
+
+// Of each row: any limit from what it needs without one down to the least it names.
+TEST(CudaPlan, KeepsToALimitOfTheWorkspaceOrNamesTheLeast) {
+  for (const Operation operation : kChunked) {
+    const Problem problem = chunked(operation, {6, 2000, 4, 8, 128, 128, 0, 0});
+    for (const char* choice : kChoices) {
+      const std::string which = std::string(name_of(operation)) + " by \"" + choice + "\"";
+      const Plan free = plan_within(problem, 0, choice).value();
+      const std::size_t all = free.workspace_bytes();
+      const Plan loose = plan_within(problem, all, choice).value();
+      EXPECT_EQ(loose.workspace_bytes(), all) << which;
+      for (const std::size_t part : {2U, 3U, 6U}) {
+        const Result<Plan> plan = plan_within(problem, all / part, choice);
+        ASSERT_TRUE(plan.ok()) << which << ": " << plan.status().message();
+        EXPECT_EQ(plan->implementation(), free.implementation());
+        EXPECT_LE(plan->workspace_bytes(), all / part) << which;
+        // As much of it as slices allow: no further cut than needed.
+        EXPECT_GE(3 * plan->workspace_bytes(), all / part) << which;
+      }
+      const Status refused = plan_within(problem, 1000, choice).status();
+      EXPECT_EQ(refused.code(), StatusCode::kUnsupported) << which;
+      const std::string text = "workspace_limit: found 1000 bytes, expected ";
+      const std::size_t at = refused.message().find(text);
+      ASSERT_NE(at, std::string::npos) << refused.message();
+      const std::size_t least = std::stoul(refused.message().substr(at + text.size()));
+      EXPECT_LT(least, all / 6) << which;
+      EXPECT_EQ(plan_within(problem, least, choice).value().workspace_bytes(), least) << which;
+      EXPECT_EQ(plan_within(problem, least, choice).value().implementation(),
+                free.implementation());
+    }
+  }
+}
+
+// Below what heads alone give, and above that of one sequence: all heads of it stay together.
+TEST(CudaPlan, CutsSequencesBeforeHeads) {
+  for (const char* choice : {"sm90", "cuda"}) {
+    Problem one = chunked(Operation::kChunkForward, {1, 2000, 4, 8, 128, 128, 0, 0});
+    const std::size_t of_one = plan_within(one, 0, choice).value().workspace_bytes();
+    const Problem six = chunked(Operation::kChunkForward, {6, 2000, 4, 8, 128, 128, 0, 0});
+    EXPECT_EQ(plan_within(six, of_one, choice).value().workspace_bytes(), of_one) << choice;
+  }
+}
+
+// Where their sequences begin is known on the device only.
+TEST(CudaPlan, PackedSequencesAreCutByHeadsAlone) {
+  for (const Operation operation : kChunked) {
+    for (const char* choice : {"sm90", "cuda"}) {
+      const Problem whole = chunked(operation, {1, 12000, 4, 8, 128, 128, 6, 0});
+      const Problem head = chunked(operation, {1, 12000, 1, 2, 128, 128, 6, 0});
+      const std::size_t of_head = plan_within(head, 0, choice).value().workspace_bytes();
+      EXPECT_EQ(plan_within(whole, of_head, choice).value().workspace_bytes(), of_head);
+      const Status refused = plan_within(whole, of_head - 1, choice).status();
+      EXPECT_NE(refused.message().find(std::to_string(of_head) + " or more"), std::string::npos)
+          << refused.message();
+    }
+  }
+}
+
+// Rows that are not cut say what they need; those without a workspace keep to any limit.
+TEST(CudaPlan, AnyRowKeepsToTheLimit) {
+  EXPECT_EQ(plan_within(decode(64, 1), 1, "cuda").value().workspace_bytes(), 0U);
+  const Problem many = decode(4096, 1);
+  const std::size_t counter = plan_within(many, 0, "sm90").value().workspace_bytes();
+  ASSERT_GT(counter, 1U);
+  EXPECT_EQ(plan_within(many, 1, "sm90").status().code(), StatusCode::kUnsupported);
+  EXPECT_EQ(plan_within(many, 1, "").value().implementation(), "cuda_recurrent");
+  Problem scan =
+      Problem::make(Operation::kStateScan, {2, 8192, 1, 96, 128, 128, 0, 0}, DType::kBF16);
+  scan.set(TensorId::kDo, DType::kBF16).set(TensorId::kDqRaw, DType::kF32);
+  const std::size_t all = plan_within(scan, 0, "cuda").value().workspace_bytes();
+  EXPECT_LE(plan_within(scan, all / 100, "cuda").value().workspace_bytes(), all / 100);
+}
+
+TEST(CudaPlan, VerdictsHaveTheWorkspace) {
+  const Problem problem = chunked(Operation::kChunkBackward, {6, 2000, 4, 8, 128, 128, 0, 0});
+  Options options;
+  options.workspace_limit = std::size_t{40} << 20;
+  const std::vector<Verdict> verdicts = explain(problem, kGpu, options).value();
+  for (const Verdict& verdict : verdicts) {
+    const std::string name(verdict.name);
+    EXPECT_TRUE(verdict.supported) << name << ": " << verdict.reason;
+    EXPECT_GT(verdict.workspace_bytes, 0U) << name;
+    EXPECT_LE(verdict.workspace_bytes, options.workspace_limit) << name;
+  }
+}
+
 }  // namespace
 }  // namespace kda

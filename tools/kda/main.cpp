@@ -34,18 +34,6 @@ struct Commands {
   StressCommand stress;
 };
 
-void add_common(CLI::App& app, Common& common) {
-  app.add_flag("--json", common.json, "Print one JSON object a line and nothing else");
-  app.add_option("--device", common.device, "auto, cpu, cuda or cuda:NUMBER")
-      ->capture_default_str();
-  app.add_option("--impl", common.implementation,
-                 "Implementations to use: a family or names, with commas between, as kda support "
-                 "lists them; no other row is taken");
-  app.add_option("--threads", common.threads, "CPU threads; 0 for all")
-      ->check(CLI::Range(0, 1024))
-      ->capture_default_str();
-}
-
 /// The whole text as a number of the type, if it holds it.
 template <class Number>
 std::optional<Number> number_of(const std::string& text) {
@@ -62,7 +50,7 @@ std::string check_integer(const std::string& text) {
   return "found " + text + ", expected an integer that fits 64 bits";
 }
 
-/// The same for --seed.
+/// The same for what has no sign.
 std::string check_unsigned(const std::string& text) {
   if (number_of<uint64_t>(text)) return "";
   return "found " + text + ", expected an integer from 0 to 2^64 - 1";
@@ -73,6 +61,22 @@ std::string check_seconds(const std::string& text) {
   const std::optional<double> value = number_of<double>(text);
   if (value && *value >= 0.001 && *value <= 1e9) return "";
   return "found " + text + ", expected a number from 0.001 to 1e9";
+}
+
+void add_common(CLI::App& app, Common& common) {
+  app.add_flag("--json", common.json, "Print one JSON object a line and nothing else");
+  app.add_option("--device", common.device, "auto, cpu, cuda or cuda:NUMBER")
+      ->capture_default_str();
+  app.add_option("--impl", common.implementation,
+                 "Implementations to use: a family or names, with commas between, as kda support "
+                 "lists them; no other row is taken");
+  app.add_option("--threads", common.threads, "CPU threads; 0 for all")
+      ->check(CLI::Range(0, 1024))
+      ->capture_default_str();
+  app.add_option("--workspace-limit", common.workspace_limit,
+                 "Bytes of workspace that a call may use; 0: KDA_WORKSPACE_LIMIT, else no limit")
+      ->check(check_unsigned)
+      ->capture_default_str();
 }
 
 void add_shape(CLI::App& app, std::vector<int64_t>& shape, std::string& dtype, std::string& gate) {

@@ -8,7 +8,7 @@
 
 #include <fmt/format.h>
 
-#include "core/head_slices.h"
+#include "core/slices.h"
 #include "cuda/sm90/chunk_bwd/chunk_bwd_op.h"
 #include "cuda/sm90/chunk_bwd/grad.h"
 #include "cuda/sm90/chunk_bwd/instances/scan_instances.h"
@@ -155,9 +155,7 @@ void chunk_bwd(Pipeline& run) {
   grad.dv = run[kDv];
   grad.dg = run[kDg];
   const bool parameters = problem.has(kDALog) || problem.has(kDdtBias);
-  Tensor partial;
-  if (parameters) partial = run.scratch({2 * rows, s.HV, s.K + 1});
-  grad.partial = static_cast<float*>(partial.data);
+  if (parameters) grad.partial = static_cast<float*>(run.gate_partials(2 * rows).data);
   grad.dbeta = run[kDbeta];
   grad.heads = prep.heads;
   grad.scale = static_cast<float>(run.scale());
@@ -166,10 +164,7 @@ void chunk_bwd(Pipeline& run) {
   grad.undo_l2norm = prep.qk_l2norm && direct;
   grad.beta_sigmoid = prep.beta_sigmoid;
   run(launch_grad, grad);
-  if (parameters) {
-    run(launch_gate_reduce,
-        GateReduceParams{partial, run[kDALog], run[kDdtBias], 2 * rows, prep.heads});
-  }
+  if (parameters) run.reduce_gate(2 * rows);
   if (!direct) sum_groups(run, grad);
   run.finish();
 }
@@ -194,7 +189,7 @@ std::string obstacle_of(const Problem& problem) {
 /// suite has 1.0 GB of outputs and may take 2.5 GB over its inputs. Where the blocks of both scans
 /// find a multiprocessor each, slices leave some of them idle for the length of a sequence, and the
 /// workspace may be larger: S5 has 5.4 GB of outputs and may take 14.
-Result<int64_t> slices_of(const Problem& problem, const Device& device) {
+Result<Cut> choose_cut(const Problem& problem, const Device& device) {
   constexpr int64_t kAlwaysFine = 256'000'000;
   const Result<std::size_t> workspace = measure_workspace(problem, chunk_bwd);
   if (!workspace.ok()) return workspace.status();
@@ -207,8 +202,10 @@ Result<int64_t> slices_of(const Problem& problem, const Device& device) {
   const int64_t narrow_blocks = 2 * problem.sequences() * s.HV * (s.V / kGroupColumns);
   const int64_t limit = narrow_blocks <= sms ? outputs + outputs * 3 / 5 : outputs + outputs / 3;
   const int64_t columns = s.V % (kMostGroups * kGroupColumns) == 0 ? 2 : 1;
-  return count_slices({s.H, static_cast<int64_t>(*workspace), std::max(kAlwaysFine, limit),
-                       narrow_blocks / s.H / columns, std::max(sms, 1)});
+  const int64_t slices =
+      count_slices({s.H, static_cast<int64_t>(*workspace), std::max(kAlwaysFine, limit),
+                    narrow_blocks / s.H / columns, std::max(sms, 1)});
+  return Cut{slices, 1};
 }
 
 }  // namespace
@@ -216,10 +213,10 @@ Result<int64_t> slices_of(const Problem& problem, const Device& device) {
 Result<std::unique_ptr<Executor>> make_chunk_bwd(const Problem& problem, const Device& device,
                                                  const Options& options) {
   if (Status status = check_hopper(device, obstacle_of(problem)); !status.ok()) return status;
-  const Result<int64_t> slices = slices_of(problem, device);
-  if (!slices.ok()) return slices.status();
+  const Result<Cut> cut = choose_cut(problem, device);
+  if (!cut.ok()) return cut.status();
   const HopperRow row{"sm90_chunk_bwd", chunk_bwd, cuda::chunk_bwd, kInUnits};
-  return make_row(row, problem, device, options, *slices);
+  return make_row(row, problem, device, options, *cut);
 }
 
 }  // namespace kda::cuda::sm90
