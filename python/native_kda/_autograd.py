@@ -78,7 +78,7 @@ def _key(tensors: tuple, options: tuple) -> tuple | None:
     """What the call is known by, if it can be remembered."""
     if _torch.reader is None or needs_operators(tensors):
         return None
-    return _torch.reader.key(tensors), options, _native.environment("KDA_IMPL")
+    return _torch.reader.key(tensors), options, _problem.environment()
 
 
 def _keep(memory: _Memory, key: tuple | None, prepared: Any) -> None:

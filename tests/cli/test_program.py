@@ -89,6 +89,8 @@ class BadUsage(ProgramTest):
             ["run"],
             ["run", "a"],
             ["run", "a", "-o", "b", "--threads", "-1"],
+            ["run", "a", "-o", "b", "--workspace-limit", "-1"],
+            ["bench", "--workspace-limit", "1G"],
             ["verify", "--what"],
             ["bench", "--shape", "1,2,3"],
             ["bench", "--shape", "1,2,3,4,5,x"],
@@ -707,6 +709,28 @@ class SupportAndDoctor(ProgramTest):
         self.check(wrong, 2)
         self.assertIn("--state-dtype: found int8", wrong.stdout)
         self.check(kda(*ask, "--pool", "-1"), 2)
+
+    def test_support_says_the_workspace_and_keeps_to_a_limit(self):
+        ask = ("support", "--shape", "4,100,2,2,32,32", "--operation", "chunk_fwd", "--device",
+               "cpu", "--threads", "4", "--impl", "cpu", "--json", "--workspace-limit")
+        needed = [self.lines(kda(*ask, limit))[0]["workspace_bytes"] for limit in (0, 10**9)]
+        self.assertGreater(needed[0], 0)
+        self.assertEqual(needed[0], needed[1])
+        less = self.lines(kda(*ask, needed[0] - 1))[0]
+        self.assertTrue(less["chosen"])
+        self.assertLess(less["workspace_bytes"], needed[0])
+        refused = kda(*ask, 1)
+        self.check(refused, 3)
+        self.assertIn("workspace_limit: found 1 bytes, expected ", refused.stdout)
+        self.assertIn(f"workspace {needed[0]} bytes", kda(*ask[:-2]).stdout)
+
+    def test_run_and_bench_keep_to_a_limit(self):
+        case = DATA / "beta_zero.safetensors"
+        out = self.folder / "limited.safetensors"
+        for command in (("run", case, "-o", out),
+                        ("bench", "--shape", "1,64,1,1,32,32", "--repeat", "1")):
+            self.check(kda(*command, "--device", "cpu", "--workspace-limit", "1"), 3)
+            self.check(kda(*command, "--device", "cpu", "--workspace-limit", 10**9), 0)
 
     def test_support_goes_on_where_the_choice_has_nothing(self):
         result = kda("support", "--shape", "1,64,1,1,32,32", "--device", "cpu", "--impl",

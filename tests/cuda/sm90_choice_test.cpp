@@ -344,11 +344,11 @@ TEST(Sm90Fallback, SlicesKeepToTheWorkspaceOfAlignedTensors) {
       for (const std::size_t part : {4, 8}) {
         const auto fallback = cuda::sm90::plan_fallback(problem, generic, all / part);
         ASSERT_TRUE(fallback.ok()) << fallback.status().message();
-        EXPECT_EQ(fallback->slices, part);
+        EXPECT_EQ(fallback->cut.slices(), part);
         EXPECT_EQ(fallback->workspace_bytes, std::max(all / part, kAlwaysFine));
       }
       const auto one = cuda::sm90::plan_fallback(problem, generic, all);
-      EXPECT_EQ(one->slices, 1);
+      EXPECT_EQ(one->cut.slices(), 1);
       EXPECT_EQ(one->workspace_bytes, all);
     }
   }
@@ -378,9 +378,9 @@ TEST(Sm90Fallback, SmallCallsRunInOneSliceAndShortOnesNeedNoMoreThanLong) {
     const auto fallback = cuda::sm90::plan_fallback(
         problem, cuda::chunk_fwd, static_cast<std::size_t>(900 * sizes.T * sizes.HV));
     EXPECT_GE(fallback->workspace_bytes, before) << sizes.T;
-    EXPECT_GE(fallback->slices, slices) << sizes.T;
+    EXPECT_GE(fallback->cut.slices(), slices) << sizes.T;
     before = fallback->workspace_bytes;
-    slices = fallback->slices;
+    slices = fallback->cut.slices();
     EXPECT_EQ(slices == 1, before < kAlwaysFine) << sizes.T;
   }
   EXPECT_EQ(slices, 4);  // a key head each
@@ -393,8 +393,7 @@ TEST(Sm90Fallback, StateScansAreCutByValueHeads) {
   problem.set(kDo, DType::kBF16).set(kDqRaw, DType::kF32).set(kH, DType::kBF16);
   problem = problem.validated().value();
   const auto fallback = cuda::sm90::plan_fallback(problem, cuda::stage_state_scan, 0);
-  EXPECT_EQ(fallback->problem.sizes.H, 96);
-  EXPECT_EQ(fallback->slices, 32);
+  EXPECT_EQ(fallback->cut.slices(), 32);
   EXPECT_EQ(fallback->workspace_bytes, kAlwaysFine);
 }
 
