@@ -25,10 +25,10 @@ struct Options {
   /// system refuses a thread (ulimit -u, memory), OpenMP ends the process: 1 needs no further one.
   /// A child of a fork runs on one thread if its parent ran on several.
   int32_t threads = 0;
-  /// Bytes that the workspace may have at most; 0: no limit. Where it needs more, CUDA rows work
-  /// in slices of sequences and heads, CPU rows with fewer threads, and no bit changes; a row that
-  /// cannot keep to it is not taken, and says the least it needs. In a CUDA graph each slice is
-  /// launches of its own. 0: environment variable KDA_WORKSPACE_LIMIT, else none.
+  /// Bytes that the workspace may have at most; 0: environment variable KDA_WORKSPACE_LIMIT, else
+  /// no limit. Where it would be larger, CUDA rows work in slices of sequences and heads, CPU rows
+  /// with fewer threads; no bit changes. A row that cannot keep to it is not taken and says the
+  /// least it needs.
   std::size_t workspace_limit = 0;
 };
 

@@ -134,6 +134,19 @@ Result<Plan> plan_within(const Problem& problem, std::size_t limit, const char* 
 constexpr const char* kChoices[] = {"", "sm90", "cuda"};
 constexpr Operation kChunked[] = {Operation::kChunkForward, Operation::kChunkBackward};
 
+/// What the refusal of too low a limit names.
+std::size_t least_of(const Problem& problem, const char* choice) {
+  const Status refused = plan_within(problem, 1000, choice).status();
+  EXPECT_EQ(refused.code(), StatusCode::kUnsupported);
+  const std::string text = "workspace_limit: found 1000 bytes, expected ";
+  const std::size_t at = refused.message().find(text);
+  if (at == std::string::npos) {
+    ADD_FAILURE() << refused.message();
+    return 0;
+  }
+  return std::stoul(refused.message().substr(at + text.size()));
+}
+
 // Of each row: any limit from what it needs without one down to the least it names.
 TEST(CudaPlan, KeepsToALimitOfTheWorkspaceOrNamesTheLeast) {
   for (const Operation operation : kChunked) {
@@ -152,12 +165,7 @@ TEST(CudaPlan, KeepsToALimitOfTheWorkspaceOrNamesTheLeast) {
         // As much of it as slices allow: no further cut than needed.
         EXPECT_GE(3 * plan->workspace_bytes(), all / part) << which;
       }
-      const Status refused = plan_within(problem, 1000, choice).status();
-      EXPECT_EQ(refused.code(), StatusCode::kUnsupported) << which;
-      const std::string text = "workspace_limit: found 1000 bytes, expected ";
-      const std::size_t at = refused.message().find(text);
-      ASSERT_NE(at, std::string::npos) << refused.message();
-      const std::size_t least = std::stoul(refused.message().substr(at + text.size()));
+      const std::size_t least = least_of(problem, choice);
       EXPECT_LT(least, all / 6) << which;
       EXPECT_EQ(plan_within(problem, least, choice).value().workspace_bytes(), least) << which;
       EXPECT_EQ(plan_within(problem, least, choice).value().implementation(),
@@ -174,6 +182,17 @@ TEST(CudaPlan, CutsSequencesBeforeHeads) {
     const Problem six = chunked(Operation::kChunkForward, {6, 2000, 4, 8, 128, 128, 0, 0});
     EXPECT_EQ(plan_within(six, of_one, choice).value().workspace_bytes(), of_one) << choice;
   }
+}
+
+// Sums over all sequences need the parts of each until the last one is there.
+TEST(CudaPlan, KeepsThePartsOfGateGradientsForTheWholeBatch) {
+  const Problem with = chunked(Operation::kChunkBackward, {6, 2000, 1, 2, 128, 128, 0, 0});
+  Problem without = with;
+  without.set(TensorId::kDALog, DType::kNone);
+  constexpr std::size_t kRow = 2 * (128 + 1) * sizeof(float);  // of two value heads
+  constexpr std::size_t kRows = 6 * 32;                        // chunks of 64 tokens
+  EXPECT_EQ(least_of(with, "cuda") - least_of(without, "cuda"), kRows * kRow);
+  EXPECT_EQ(least_of(with, "sm90") - least_of(without, "sm90"), 2 * kRows * kRow);
 }
 
 // Where their sequences begin is known on the device only.
