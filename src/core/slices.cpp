@@ -91,8 +91,8 @@ void take_sequences(Slice& slice, int64_t count, int64_t index) {
 }  // namespace
 
 Cut finest_cut(const Problem& problem) {
-  const bool apart = !problem.packed() && !problem.has(TensorId::kStateIndices);
-  return {heads_apart(problem), apart ? std::max<int64_t>(problem.sizes.B, 1) : 1};
+  const bool pool = problem.has(TensorId::kStateIndices);  // its slots are those of any sequence
+  return {heads_apart(problem), pool ? 1 : std::max<int64_t>(problem.sizes.B, 1)};
 }
 
 Args Slice::narrow(Args args) const {

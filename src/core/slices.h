@@ -23,8 +23,8 @@ struct Cut {
 };
 
 /// The finest cut: slices of one key head with its value heads, or of one value head where no
-/// tensor has key heads, and of one sequence. Where packed sequences begin is not known here: they
-/// stay together.
+/// tensor has key heads, and of one sequence. Packed sequences, whose B is 1, stay together: where
+/// they begin is known at the run only.
 Cut finest_cut(const Problem& problem);
 
 struct Slice {

@@ -174,7 +174,16 @@ TEST(CudaPlan, KeepsToALimitOfTheWorkspaceOrNamesTheLeast) {
   }
 }
 
-// Below what heads alone give, and above that of one sequence: all heads of it stay together.
+// S1 of the training benchmarks, which the row cuts by itself.
+TEST(CudaPlan, ALimitThatIsKeptChangesNothing) {
+  const Problem problem = chunked(Operation::kChunkBackward, {1, 8192, 96, 96, 128, 128, 0, 0});
+  const std::size_t all = plan_within(problem, 0, "sm90").value().workspace_bytes();
+  for (const std::size_t limit : {all, 10 * all}) {
+    EXPECT_EQ(plan_within(problem, limit, "sm90").value().workspace_bytes(), all);
+  }
+}
+
+// Within what one sequence needs all of its heads stay together.
 TEST(CudaPlan, CutsSequencesBeforeHeads) {
   for (const char* choice : {"sm90", "cuda"}) {
     Problem one = chunked(Operation::kChunkForward, {1, 2000, 4, 8, 128, 128, 0, 0});

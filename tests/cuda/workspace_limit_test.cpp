@@ -28,15 +28,16 @@ class WorkspaceLimit : public PerFamily {
   /// `smallest` needs, are those without a limit.
   void expect_same(const Problem& problem, const Problem& smallest, const Case& c) const {
     const std::size_t all = workspace_of(problem, 0);
-    const Conditions free{options(), device()};
-    const auto whole = run_guarded(problem, c.inputs, free);
+    Conditions conditions;
+    conditions.options = options();
+    conditions.device = device();
+    const auto whole = run_guarded(problem, c.inputs, conditions);
     ASSERT_TRUE(whole.ok()) << whole.status().message();
     const std::size_t least = workspace_of(smallest, 0);
     for (const std::size_t limit : {all * 2 / 3, all * 2 / 5, least + least / 8}) {
       ASSERT_LT(workspace_of(problem, limit), all);
-      Conditions within = free;
-      within.options.workspace_limit = limit;
-      const auto parts = run_guarded(problem, c.inputs, within);
+      conditions.options.workspace_limit = limit;
+      const auto parts = run_guarded(problem, c.inputs, conditions);
       ASSERT_TRUE(parts.ok()) << parts.status().message();
       SCOPED_TRACE(std::string(name_of(problem.operation)) + " within " + std::to_string(limit));
       expect_same_bits(whole->outputs, parts->outputs);

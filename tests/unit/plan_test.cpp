@@ -325,6 +325,7 @@ TEST(MakePlan, FewerThreadsKeepToALimitOfTheWorkspace) {
       EXPECT_EQ(bytes(8, eight), eight) << family;
       EXPECT_EQ(bytes(8, three), three) << family;
       EXPECT_EQ(bytes(8, three + 1), three) << family;
+      EXPECT_EQ(bytes(8, three - 1), bytes(2, 0)) << family;
       EXPECT_EQ(bytes(8, one), one) << family;
       Options options = choosing(family);
       options.workspace_limit = one - 1;
