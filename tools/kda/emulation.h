@@ -20,6 +20,7 @@ struct Emulation {
   bool two_term_update = false;  ///< kg is the sum of two values of `type`
   bool matched_pairs = true;     ///< W multiplies by the scores' operands as they were rounded
   int64_t segment = 0;  ///< forward: tokens, a multiple of chunk; segments start from Phi S + B
+  bool tf32_scores = false;  ///< forward: operands of L and P are tf32, whatever `scores` says
 };
 
 /// o, h and final_state as fp64 tensors. Takes every option of a forward case; its chunk_size must
