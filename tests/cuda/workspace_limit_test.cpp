@@ -1,10 +1,13 @@
 // Plans with a limit of the workspace: the bits of those without one, however many slices of
 // sequences and heads they run in, in guarded memory and as a graph.
+#include <array>
 #include <string>
 
 #include <gtest/gtest.h>
 
+#include "core/slices.h"
 #include "cuda/device_case.h"
+#include "cuda/generic/pipeline.h"
 #include "execute.h"
 #include "generate.h"
 #include "support/guarded_run.h"
@@ -87,6 +90,26 @@ TEST_P(WorkspaceLimit, LongSequencesAreCutApart) {
 }
 
 KDA_FOR_EACH_CUDA_FAMILY(WorkspaceLimit);
+
+// Needs no GPU: where the slices put what their sums over the batch are made of.
+TEST(PipelineSlices, PartsOfGateGradientsLieAsInOnePiece) {
+  constexpr int64_t kRowsOfSequence = 2;
+  Problem problem =
+      Problem::make(Operation::kChunkBackward, {5, 100, 2, 4, 16, 16, 0, 0}, DType::kBF16);
+  problem = problem.set(TensorId::kDv, DType::kBF16).validated().value();
+  std::array<float, 4096> kept{};
+  const int64_t row = (problem.sizes.HV / 2) * (problem.sizes.K + 1);
+  for (const Slice& slice : slices_of(problem, {2, 3})) {
+    const int64_t rows = kRowsOfSequence * slice.problem.sizes.B;
+    cuda::Pipeline pipeline(slice, {}, kept.data(), nullptr);
+    const cuda::Tensor parts = pipeline.gate_partials(rows);
+    EXPECT_EQ(static_cast<float*>(parts.data),
+              kept.data() + kRowsOfSequence * slice.first_sequence * row);
+    const cuda::PipelineWorkspace workspace = pipeline.workspace().value();
+    EXPECT_EQ(workspace.own, 0U);
+    EXPECT_EQ(workspace.kept, (kRowsOfSequence * 5 * row * sizeof(float) + 255) / 256 * 256);
+  }
+}
 
 }  // namespace
 }  // namespace kda::test

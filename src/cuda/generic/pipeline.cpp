@@ -128,7 +128,7 @@ Tensor Pipeline::gate_partials(int64_t rows) {
   gate_partials_ = kept_.tensor({all_rows(rows), sizes.HV, sizes.K + 1});
   Tensor own = gate_partials_;
   if (own.data != nullptr && slice_.first_sequence > 0) {
-    const int64_t before = rows / sizes.B * slice_.first_sequence * own.stride[1];
+    const int64_t before = rows / sizes.B * slice_.first_sequence * own.stride[0];
     const std::size_t element = size_of(static_cast<DType>(own.dtype));
     own.data = static_cast<std::byte*>(own.data) + static_cast<std::size_t>(before) * element;
   }
