@@ -34,6 +34,18 @@ struct Commands {
   StressCommand stress;
 };
 
+void add_common(CLI::App& app, Common& common) {
+  app.add_flag("--json", common.json, "Print one JSON object a line and nothing else");
+  app.add_option("--device", common.device, "auto, cpu, cuda or cuda:NUMBER")
+      ->capture_default_str();
+  app.add_option("--impl", common.implementation,
+                 "Implementations to use: a family or names, with commas between, as kda support "
+                 "lists them; no other row is taken");
+  app.add_option("--threads", common.threads, "CPU threads; 0 for all")
+      ->check(CLI::Range(0, 1024))
+      ->capture_default_str();
+}
+
 /// The whole text as a number of the type, if it holds it.
 template <class Number>
 std::optional<Number> number_of(const std::string& text) {
@@ -63,16 +75,7 @@ std::string check_seconds(const std::string& text) {
   return "found " + text + ", expected a number from 0.001 to 1e9";
 }
 
-void add_common(CLI::App& app, Common& common) {
-  app.add_flag("--json", common.json, "Print one JSON object a line and nothing else");
-  app.add_option("--device", common.device, "auto, cpu, cuda or cuda:NUMBER")
-      ->capture_default_str();
-  app.add_option("--impl", common.implementation,
-                 "Implementations to use: a family or names, with commas between, as kda support "
-                 "lists them; no other row is taken");
-  app.add_option("--threads", common.threads, "CPU threads; 0 for all")
-      ->check(CLI::Range(0, 1024))
-      ->capture_default_str();
+void add_workspace_limit(CLI::App& app, Common& common) {
   app.add_option("--workspace-limit", common.workspace_limit,
                  "Bytes of workspace that a call may use; 0: KDA_WORKSPACE_LIMIT, else no limit")
       ->check(check_unsigned)
@@ -101,6 +104,7 @@ void add_run(CLI::App& app, RunCommand& command) {
       "Round q, k, v and do to bf16, fp16, fp32 or fp64; outputs follow, and fp64 makes "
       "every output fp64");
   add_common(*sub, command.common);
+  add_workspace_limit(*sub, command.common);
 }
 
 void add_verify(CLI::App& app, VerifyCommand& command) {
@@ -137,6 +141,7 @@ void add_bench(CLI::App& app, BenchCommand& command) {
       ->check(CLI::Range(1, 100000))
       ->capture_default_str();
   add_common(*sub, command.common);
+  add_workspace_limit(*sub, command.common);
 }
 
 void add_support(CLI::App& app, SupportCommand& command) {
@@ -160,6 +165,7 @@ void add_support(CLI::App& app, SupportCommand& command) {
                   "(recurrent alone); 0: none")
       ->check(check_integer);
   add_common(*sub, command.common);
+  add_workspace_limit(*sub, command.common);
 }
 
 void add_doctor(CLI::App& app, Common& common) {
