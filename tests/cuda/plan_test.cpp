@@ -171,6 +171,7 @@ TEST(CudaPlan, KeepsToALimitOfTheWorkspaceOrNamesTheLeast) {
       EXPECT_EQ(plan_within(problem, least, choice).value().implementation(),
                 free.implementation());
     }
+    EXPECT_LT(least_of(problem, "sm90"), least_of(problem, "")) << "without generic kernels";
   }
 }
 
