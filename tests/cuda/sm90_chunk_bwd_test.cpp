@@ -10,7 +10,6 @@
 #include "compare.h"
 #include "cuda/device_case.h"
 #include "cuda/hopper_case.h"
-#include "emulation.h"
 #include "execute.h"
 #include "generate.h"
 
@@ -37,19 +36,6 @@ CaseSpec spec_of(Sizes sizes, DType io = kBF16, Family family = Family::kUnit) {
 
 Conditions on_hopper() { return on_row("sm90_chunk_bwd"); }
 
-/// As kda verify holds random problems in fp16, of whose limits rounding alone takes more than of
-/// bf16's: what is beyond 7.3, to the rounding of the same inputs by fla's points or by the
-/// kernel's own (6.4).
-Limit limits_in_fp16(const Case& c) {
-  using cases::Emulation;
-  const TensorMap theirs = cases::rounding_of(c, kF16);
-  const TensorMap ours = cases::emulate_backward(c, {Emulation::Form::kR, 32, kF16});
-  return [&c, theirs, ours](TensorId id, const HostTensor& reference) {
-    return std::max(cases::limit_beside(theirs, c, id, reference, kF16),
-                    cases::limit_beside(ours, c, id, reference, kF16));
-  };
-}
-
 std::string beyond_limits(const Limit& limit, const Case& c, const TensorMap& results) {
   TensorMap expected = cases::execute_operation(backward_problem(c, {DType::kF64}), c.inputs, {},
                                                 choosing("reference"))
@@ -70,8 +56,7 @@ void expect_right(const Case& c, const Problem& problem, const Limit& limit) {
 }
 
 void expect_right(const Case& c) {
-  const bool fp16 = c.input(kQ)->dtype == kF16;
-  expect_right(c, backward_problem(c), fp16 ? limits_in_fp16(c) : limits_beside_rounding(c, kBF16));
+  expect_right(c, backward_problem(c), limits_beside_rounding(c, c.input(kQ)->dtype));
 }
 
 void expect_right(const CaseSpec& spec) { expect_right(cases::generate(spec)); }
