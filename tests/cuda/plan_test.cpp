@@ -112,5 +112,62 @@ TEST(CudaPlan, TheReasonOfFewStatesSaysWhen) {
       << reason;
 }
 
+/// The backward of a training step that keeps h of that type; kNone: the inputs alone.
+Problem backward(const Sizes& sizes, DType h, int32_t chunk_size = 64) {
+  Problem problem = Problem::make(Operation::kChunkBackward, sizes, DType::kBF16);
+  problem.chunk_size = chunk_size;
+  problem.gate = Gate::kSoftplus;
+  problem.set(TensorId::kG, DType::kBF16).set(TensorId::kBeta, DType::kBF16);
+  problem.set(TensorId::kALog, DType::kF32).set(TensorId::kDALog, DType::kF32);
+  for (const TensorId id : {TensorId::kDq, TensorId::kDk, TensorId::kDv, TensorId::kDg}) {
+    problem.set(id, DType::kBF16);
+  }
+  return problem.set(TensorId::kH, h);
+}
+
+std::size_t workspace_of(const Problem& problem) {
+  const Result<Plan> plan = make_plan(problem, kGpu, {"sm90_chunk_bwd", 0});
+  EXPECT_TRUE(plan.ok()) << plan.status().message();
+  return plan.ok() ? plan->workspace_bytes() : 0;
+}
+
+// One slice of heads with either.
+TEST(CudaPlan, KeptCheckpointsTakeNoWorkspace) {
+  const Sizes sizes{1, 1000, 4, 4, 128, 128, 0, 0};
+  const std::size_t h_bytes = 16 * 4 * 128 * 128 * 2;
+  const std::size_t recomputed = workspace_of(backward(sizes, DType::kNone));
+  EXPECT_EQ(workspace_of(backward(sizes, DType::kBF16)) + h_bytes, recomputed);
+  EXPECT_EQ(workspace_of(backward(sizes, DType::kF32)), recomputed);
+  EXPECT_EQ(workspace_of(backward(sizes, DType::kBF16, 32)),
+            workspace_of(backward(sizes, DType::kNone, 32)));
+}
+
+// o, the gradients, the workspace and a kept h, GB, of the shapes of the performance suite.
+TEST(CudaPlan, ATrainingStepKeepsToItsMemory) {
+  struct Shape {
+    Sizes sizes;
+    double most;
+  };
+  const Shape shapes[] = {{{1, 8192, 96, 96, 128, 128, 0, 0}, 2.5},
+                          {{16, 8192, 16, 16, 128, 256, 0, 0}, 9},
+                          {{1, 4096, 16, 16, 128, 128, 0, 0}, 0.3},
+                          {{2, 4096, 64, 64, 128, 128, 0, 0}, 1.7},
+                          {{1, 131072, 32, 32, 128, 128, 0, 0}, 14}};
+  for (const Shape& shape : shapes) {
+    for (const DType h : {DType::kNone, DType::kBF16}) {
+      const Problem problem = backward(shape.sizes, h).validated().value();
+      int64_t bytes = problem.bytes(TensorId::kV) + problem.bytes(TensorId::kH);  // o as v
+      for (const TensorSpec& spec : tensors_of(problem.operation)) {
+        if (spec.role == Role::kOutput) bytes += problem.bytes(spec.id);
+      }
+      const auto workspace = static_cast<double>(workspace_of(problem));
+      const double total = 1e-9 * (static_cast<double>(bytes) + workspace);
+      EXPECT_LE(total, shape.most) << "HV = " << shape.sizes.HV << ", h " << name_of(h);
+      RecordProperty(std::string("HV") + std::to_string(shape.sizes.HV) + "_h_" + name_of(h),
+                     std::to_string(1e-9 * workspace) + " of " + std::to_string(total));
+    }
+  }
+}
+
 }  // namespace
 }  // namespace kda
