@@ -210,7 +210,8 @@ TEST(Emulation, ErrorsOfTheBackward) {
 // h as the forward kept it, and v_new walked from it again every so many tokens. Prints the figures
 // that docs/kernels/chunk_bwd.md quotes.
 TEST(Emulation, ErrorsOfKeptCheckpoints) {
-  for (const Family family : kFamilies) {
+  for (const Family family : {Family::kUnit, Family::kCorr, Family::kNoDecay, Family::kSlow,
+                              Family::kMix, Family::kDeep, Family::kPredicted}) {
     for (const DType io : {DType::kBF16, DType::kF16}) {
       CaseSpec spec = spec_of(family, io);
       spec.gate = Gate::kSoftplus;
@@ -218,8 +219,7 @@ TEST(Emulation, ErrorsOfKeptCheckpoints) {
       spec.sizes = {1, 1100, 1, 1, 64, 64, 0, 0};
       const Case c = generate(spec);
       const TensorMap expected = backward_reference_of(c);
-      std::map<TensorId, double> recomputed;
-      for (const int64_t kept : {0, 64, 512}) {
+      for (const int64_t kept : {0, 512}) {
         Emulation variant{Form::kR, 32, io, io};
         variant.scores = io == DType::kBF16 ? io : DType::kF64;
         variant.kept = kept;
@@ -229,9 +229,12 @@ TEST(Emulation, ErrorsOfKeptCheckpoints) {
           const Difference d = compare(c, id, results.at(id), reference);
           fmt::print(" {} {:.2e}", name_of(id), d.ratio);
           EXPECT_TRUE(d.finite);
-          if (kept == 0) recomputed[id] = d.ratio;
-          const double usual = limit_of(precision_of(io), id);
-          EXPECT_LE(d.ratio, std::max(1.5 * recomputed[id], usual)) << name_of(id);
+          if (d.ratio <= limit_of(precision_of(io), id)) continue;
+          CheckedOutput checked;
+          checked.id = id;
+          look_again(c, &spec, results.at(id), reference, io, checked);
+          EXPECT_TRUE(checked.pass) << name_of(family) << ": " << name_of(id) << " "
+                                    << checked.difference.ratio << ", limit " << checked.limit;
         }
         fmt::print("\n");
       }

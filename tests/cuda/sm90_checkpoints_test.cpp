@@ -1,9 +1,12 @@
 // sm90_chunk_bwd from the checkpoints that a forward kept: against the float64 reference, and which
 // h it takes.
 #include <limits>
+#include <string>
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include "check.h"
 #include "compare.h"
 #include "cuda/device_case.h"
 #include "cuda/hopper_case.h"
@@ -54,16 +57,33 @@ TensorMap gradients(const Problem& problem, const TensorMap& inputs) {
   return outcome->outputs;
 }
 
+/// "" or what is beyond 7.3, its rules for few numbers included: one head has one dA_log.
+std::string beyond_limits(const CaseSpec& spec, const Case& c, const TensorMap& results,
+                          const TensorMap& expected) {
+  const Limit limit = limits_beside_rounding(c, spec.io);
+  std::string text;
+  for (const auto& [id, reference] : expected) {
+    if (beyond(limit, c, results, {{id, reference}}).empty()) continue;
+    cases::CheckedOutput checked;
+    checked.id = id;
+    cases::look_again(c, &spec, results.at(id), reference, spec.io, checked);
+    if (checked.pass) continue;
+    text += fmt::format("{}: ratio {:.3g}, worst block {:.3g}, limit {:.3g}; ", name_of(id),
+                        checked.difference.ratio, checked.difference.block_ratio, checked.limit);
+  }
+  return text;
+}
+
 void expect_right(const CaseSpec& spec) {
   const Case c = cases::generate(spec);
-  SCOPED_TRACE(c.name);
+  SCOPED_TRACE(cases::describe(spec));
   const TensorMap results = gradients(from_checkpoints(c, spec.io), with_checkpoints(c, spec.io));
   ASSERT_FALSE(results.empty());
   const TensorMap expected = cases::execute_operation(backward_problem(c, {DType::kF64}), c.inputs,
                                                       {}, choosing("reference"))
                                  .value()
                                  .outputs;
-  EXPECT_EQ(beyond(limits_beside_rounding(c, spec.io), c, results, expected), "");
+  EXPECT_EQ(beyond_limits(spec, c, results, expected), "");
 }
 
 // Three segments, the last one short.
