@@ -122,6 +122,10 @@ def empty(shape: tuple, dtype: Any, like: Array) -> Array:
     return Array(numpy.empty(shape, dtype))
 
 
+def empty_like(tensor: Array) -> Array:
+    return empty(tuple(tensor.shape), tensor.dtype, tensor)
+
+
 def state_dtype(q: Array) -> Any:
     return "float64" if str(q.dtype) == "float64" else "float32"
 

@@ -58,6 +58,10 @@ def empty(shape: tuple, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(shape, dtype=dtype)
 
 
+def empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
 # Reads plain tensors in a tenth of a microsecond each; None before torch 2.10.
 reader: _native.Reader | None = None
 _table = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)

@@ -105,30 +105,47 @@ TEST(Emulation, ErrorsOfTheForms) {
   }
 }
 
+/// The rounding points of the Hopper forward: the scores' operands are bf16, or tf32 beside fp16.
+Emulation hopper_forward(DType io, int64_t segment) {
+  Emulation emulation{Form::kR, 32, io, io};
+  emulation.tf32_scores = io == DType::kF16;
+  emulation.segment = segment;
+  return emulation;
+}
+
 // A segment's start comes from products with Phi, whose rounding its walk has made on another way.
-// Prints the figures that docs/kernels/chunk_fwd.md quotes.
+// Ordinary families are within 7.3, but for o of `small` in fp16: its q and k, 1e-4 of unit length
+// and not normalised, are subnormal there, and any form loses bits. Prints the figures that
+// docs/kernels/chunk_fwd.md quotes.
 TEST(Emulation, ErrorsOfSegments) {
   for (const Family family : kFamilies) {
+    const bool ordinary =
+        family != Family::kCorr && family != Family::kSame && family != Family::kPredicted;
     for (const DType io : {DType::kBF16, DType::kF16}) {
       CaseSpec spec = spec_of(family, io);
       spec.sizes = {1, 512, 1, 1, 64, 64, 0, 0};
       const Case c = generate(spec);
       const TensorMap expected = reference_of(c);
       fmt::print("{:10} {}", name_of(family), io == DType::kBF16 ? "bf16" : "fp16");
-      double uncut[2] = {};
+      std::map<TensorId, double> uncut;
       for (const int64_t segment : {0, 64, 128}) {
-        Emulation variant{Form::kR, 32, io, io};
-        variant.segment = segment;
-        const Difference o = error(c, variant, expected, kO);
-        const Difference state = error(c, variant, expected, kFinalState);
-        fmt::print("  {:3}: o {:.2e} final_state {:.2e}", segment, o.ratio, state.ratio);
-        EXPECT_TRUE(o.finite && state.finite);
-        if (segment == 0) {
-          uncut[0] = o.ratio;
-          uncut[1] = state.ratio;
+        const TensorMap found = emulate(c, hopper_forward(io, segment));
+        fmt::print("  {:3}:", segment);
+        for (const TensorId id : {kO, kFinalState}) {
+          const Difference d = compare(c, id, found.at(id), expected.at(id));
+          if (segment == 0) uncut[id] = d.ratio;
+          fmt::print(" {} {:.2e} ({:.2f})", name_of(id), d.ratio, d.ratio / uncut[id]);
+          EXPECT_TRUE(d.finite);
+          EXPECT_LE(d.ratio, 1.2 * uncut[id]) << name_of(family);
+          double limit = limit_of(precision_of(io), id);
+          if (id == kO && family == Family::kSmall && io == DType::kF16) {
+            limit = error(c, {Form::kWu, 64, io}, expected, id).ratio;
+            fmt::print(" [w/u {:.2e}]", limit);
+          }
+          if (ordinary) {
+            EXPECT_LE(d.ratio, limit) << name_of(family);
+          }
         }
-        EXPECT_LE(o.ratio, 1.2 * uncut[0]);
-        EXPECT_LE(state.ratio, 1.2 * uncut[1]);
       }
       fmt::print("\n");
     }
@@ -323,7 +340,7 @@ TEST(Emulation, ALogOfARealCase) {
   const Emulation variants[] = {{Form::kWu, 64}, {Form::kR, 32, DType::kBF16, DType::kBF16}};
   std::vector<double> errors[2];
   std::mt19937 random(1);
-  for (int draw = 0; draw < 16; ++draw) {
+  for (int draw = 0; draw < 8; ++draw) {
     Case c = stored;
     if (draw > 0) {
       for (const TensorId id : {kQ, kK, kV, kDo}) dither(c.inputs.at(id), random);

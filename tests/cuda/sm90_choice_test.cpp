@@ -5,6 +5,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -313,6 +314,27 @@ TEST(Sm90Fallback, EveryTensorInUnitsDecides) {
         << refused.message();
   }
   EXPECT_EQ(hopper, 2);
+}
+
+// KDA_LOG is read once, so a process of its own sets it.
+TEST(Sm90FallbackDeathTest, TheLogOfRunsNamesWhatRan) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const Tested tested = state_scan({2, 130, 2, 4, 64, 128, 0, 0});
+  const HopperRow row{tested.name, nullptr, nullptr, tested.in_units};
+  alignas(16) std::array<std::byte, 32> memory{};
+  Args args;
+  for (void*& address : args.data) address = memory.data();
+  int runs = 0;
+  const auto by_default = by_alignment(row, 5, std::make_unique<Recorder>(tested.problem, runs),
+                                       std::make_unique<Recorder>(tested.problem, runs));
+  const auto run_and_exit = [&](std::ptrdiff_t offset) {
+    setenv("KDA_LOG", "exec", 1);
+    const bool ok = by_default->run(args.out(kU, &memory[offset]), nullptr).ok();
+    std::exit(ok ? 0 : 1);
+  };
+  EXPECT_EXIT(run_and_exit(8), testing::ExitedWithCode(0),
+              "exec sm90_state_scan: generic kernels, for u is at no multiple of 16");
+  EXPECT_EXIT(run_and_exit(16), testing::ExitedWithCode(0), "^$");
 }
 
 constexpr std::size_t kAlwaysFine = std::size_t{32} << 20;

@@ -192,6 +192,23 @@ def test_calls_that_differ_are_told_apart(monkeypatch):
     assert native_kda.hits() == {"reference_chunk_fwd": 1, "cpu_chunk_fwd": 1}
 
 
+def test_results_are_contiguous_whatever_the_inputs():
+    """Results are allocated like inputs, whose strides they must not take over."""
+    x = inputs(T=20)
+    x["v"], x["q"] = (x[n].transpose(1, 2).contiguous().transpose(1, 2) for n in ("v", "q"))
+    x["k"] = x["k"][:, :1].expand(x["k"].shape)
+    plain = {n: t.contiguous() for n, t in x.items()}
+    weights = torch.randn(x["v"].shape, dtype=x["v"].dtype)
+    found = []
+    for given in (x, x, plain):  # the second call is a remembered one
+        given = {n: t.detach().requires_grad_() for n, t in given.items()}
+        o, _ = native_kda.chunk_kda(**given, **FLAGS)
+        found.append((o, *torch.autograd.grad(o, list(given.values()), weights)))
+    for strided, again, wanted in zip(*found):
+        assert strided.is_contiguous() and again.is_contiguous()
+        assert torch.equal(strided, wanted) and torch.equal(again, wanted)
+
+
 def test_what_is_remembered_is_bounded(monkeypatch):
     from native_kda import _autograd
 

@@ -68,8 +68,10 @@ class ForwardHead : public EmulatedHead {
     const Matrix h = rounded(state, type);
     const Matrix v_new = new_values(x, h);
     const double scale = case_.forward.effective_scale();
-    // Aqk carries the scale before it is rounded; a factor on o beside it is the same up to fp32.
-    const Matrix Aqk = rounded(times(x.P, scale), type);
+    // fla's Aqk carries the scale before it is rounded; the r form's kernels multiply o by it,
+    // which keeps small scores further from the subnormals of fp16.
+    const Matrix Aqk = emulation_.form == Emulation::Form::kWu ? rounded(times(x.P, scale), type)
+                                                               : times(rounded(x.P, type), scale);
     Matrix o = times(product(rounded(x.qe, type), h), scale);
     const Matrix within = product(Aqk, v_new);
     for (std::size_t i = 0; i < o.data.size(); ++i) o.data[i] += within.data[i];

@@ -44,18 +44,25 @@ Matrix by_rows(Matrix a, const std::vector<double>& x) {
   return a;
 }
 
+namespace {
+
+/// To nearest, ties to even, of a finite number that is normal in the format.
+double with_digits(double x, int digits) {
+  const int dropped = 53 - digits;
+  const uint64_t unit = uint64_t{1} << dropped;
+  auto bits = std::bit_cast<uint64_t>(x);
+  bits += unit / 2 - 1 + ((bits >> dropped) & 1);
+  return std::bit_cast<double>(bits & ~(unit - 1));
+}
+
+}  // namespace
+
 double rounded(double x, DType type) {
   if ((type != DType::kBF16 && type != DType::kF16) || x == 0) return x;
   const int digits = type == DType::kBF16 ? 8 : 11;
   const int least = type == DType::kBF16 ? -126 : -14;
   const double least_normal = type == DType::kBF16 ? 0x1p-126 : 0x1p-14;
-  if (std::isfinite(x) && std::fabs(x) >= least_normal) {
-    const int dropped = 53 - digits;
-    const uint64_t unit = uint64_t{1} << dropped;
-    auto bits = std::bit_cast<uint64_t>(x);
-    bits += unit / 2 - 1 + ((bits >> dropped) & 1);
-    return std::bit_cast<double>(bits & ~(unit - 1));
-  }
+  if (std::isfinite(x) && std::fabs(x) >= least_normal) return with_digits(x, digits);
   const int exponent = least - digits + 1;
   return std::ldexp(std::nearbyint(std::ldexp(x, -exponent)), exponent);
 }
@@ -172,6 +179,13 @@ double EmulatedHead::beta(int64_t token) const {
   return (case_.forward.allow_neg_eigval ? 2 : 1) / (1 + std::exp(-x));
 }
 
+double EmulatedHead::score_operand(double x) const {
+  constexpr int kTf32Digits = 11;
+  if (!emulation_.tf32_scores) return rounded(x, emulation_.scores);
+  // What is below the range of fp32 leaves nothing beside the other terms.
+  return std::fabs(x) < 0x1p-126 ? 0 : with_digits(x, kTf32Digits);
+}
+
 /// x_i . k_j decayed from j to i, j <= i.
 Matrix EmulatedHead::scores(const Matrix& x, const Matrix& k, const PairDecays& decays) const {
   Matrix m(x.rows, x.rows);
@@ -179,8 +193,9 @@ Matrix EmulatedHead::scores(const Matrix& x, const Matrix& k, const PairDecays& 
     for (int64_t j = 0; j <= i; ++j) {
       for (int64_t c = 0; c < s_.K; ++c) {
         const PairDecays::Factors f = decays(i, j, c);
-        const DType type = f.far ? DType::kF64 : emulation_.scores;
-        m(i, j) += rounded(x(i, c) * f.up, type) * rounded(k(j, c) * f.down, type);
+        const double up = x(i, c) * f.up;
+        const double down = k(j, c) * f.down;
+        m(i, j) += f.far ? up * down : score_operand(up) * score_operand(down);
       }
     }
   }

@@ -117,6 +117,7 @@ class EmulatedHead {
   Matrix keys(TensorId id, int64_t begin, int64_t rows) const;
   Matrix cumulative(int64_t begin, int64_t rows) const;
   double beta(int64_t token) const;
+  double score_operand(double x) const;
   Matrix scores(const Matrix& x, const Matrix& k, const PairDecays& decays) const;
 };
 

@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include "core/head_slices.h"
+#include "core/log.h"
 
 namespace kda::cuda::sm90 {
 namespace {
@@ -27,7 +28,13 @@ class AlignmentExecutor final : public Executor {
   Status run(const Args& args, void* stream) const override {
     const std::optional<TensorId> id = first_unaligned(problem(), args, row_.in_units);
     if (!id) return hopper_->run(args, stream);
-    if (generic_ != nullptr) return generic_->run(args, stream);
+    if (generic_ != nullptr) {
+      if (log::exec_enabled()) {
+        log::write(fmt::format("exec {}: generic kernels, for {} is at no multiple of {}",
+                               row_.name, name_of(*id), kUnitBytes));
+      }
+      return generic_->run(args, stream);
+    }
     return {
         StatusCode::kInvalidArgument,
         fmt::format("{}: found address {}, expected a multiple of {} for {}; align it or choose "

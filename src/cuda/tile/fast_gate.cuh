@@ -60,8 +60,9 @@ __device__ __forceinline__ float A_log_of(const GateParams& params, int64_t hv) 
 __device__ __forceinline__ FastGate fast_gate_from(const GateParams& params, float A_log) {
   constexpr float kLargest = kMostNormal<float>;
   constexpr float kFar = 60;  // exp(A_log) exp(z), z < -87, is lost below this
-  // As gate_slope: within the normal numbers, so that an infinite input stays one.
-  const float slope = max_or_nan(min_or_nan(expf(A_log), kLargest), kLeastNormal<float>);
+  // As gate_slope: not 0, so that an infinite input stays one; and -kLogFloor2 over it is finite.
+  constexpr float kLeast = 0x1p-122f;
+  const float slope = max_or_nan(min_or_nan(expf(A_log), kLargest), kLeast);
   if (params.kind == kGateSoftplus) {
     const bool far = A_log > kFar;
     return {far, slope, far ? A_log * kLog2E : slope};
