@@ -100,8 +100,16 @@ Tested chunk_bwd(const Case& c) {
           {kQ, kK, kV, kG, kDo, kDq, kDk, kDv, kDg}};
 }
 
+Tested chunk_bwd_from_checkpoints(const Case& c) {
+  Tested tested = chunk_bwd(c);
+  tested.problem = tested.problem.set(kH, DType::kBF16).validated().value();
+  tested.inputs[kH] = values_of(kH, tested.problem[kH]);
+  tested.in_units.push_back(kH);
+  return tested;
+}
+
 std::vector<Tested> rows_of(const Case& c, const Sizes& scan) {
-  return {chunk_fwd(c), chunk_bwd(c), state_scan(scan)};
+  return {chunk_fwd(c), chunk_bwd(c), chunk_bwd_from_checkpoints(c), state_scan(scan)};
 }
 
 std::vector<Tested> small_rows() {
