@@ -92,15 +92,19 @@ def _forward(prepared: Prepared, tensors: tuple) -> tuple[torch.Tensor, torch.Te
 
 
 class ChunkKda(torch.autograd.Function):
-    """chunk_kda with gradients. Only the inputs are kept; the backward recomputes the rest."""
+    """chunk_kda with gradients. Only the inputs are kept, and h if the forward was prepared to
+    leave it; the backward recomputes the rest."""
 
     @staticmethod
     def forward(ctx, q, k, v, g, beta, A_log, dt_bias, h0, cu_seqlens, prepared):
         inputs = (q, k, v, g, beta, A_log, dt_bias, h0, cu_seqlens)
-        ctx.save_for_backward(*inputs)
+        given = tuple(x for x in inputs if x is not None)
+        o, *rest = _problem.execute(_torch, prepared, given)
+        h = rest.pop() if prepared.outputs[-1][0] == "h" else None
+        ctx.save_for_backward(*inputs, h)
         ctx.options = prepared.options
         ctx.set_materialize_grads(False)
-        return _forward(prepared, tuple(x for x in inputs if x is not None))
+        return o, rest[0] if rest else None
 
     @staticmethod
     @once_differentiable
@@ -108,21 +112,25 @@ class ChunkKda(torch.autograd.Function):
         saved = ctx.saved_tensors
         if do is None:
             do = saved[0].new_zeros(()).expand(saved[2].shape)
-        inputs, cu_seqlens = saved[:8], saved[8]
+        inputs, cu_seqlens, h = saved[:8], saved[8], saved[9]
         options, needs = ctx.options, ctx.needs_input_grad[:8]
         key = _key((do, dfinal_state, *saved), (*options, *needs))
         prepared = _gradients.get(key)
         if prepared is None:
             prepared = _kda.prepare_backward(
-                _torch, do, dfinal_state, inputs, cu_seqlens, options, needs
+                _torch, do, dfinal_state, inputs, cu_seqlens, options, needs, h
             )
             _keep(_gradients, key, prepared)
-        gradients = _kda.run_backward(_torch, prepared, do, dfinal_state, inputs, cu_seqlens)
+        gradients = _kda.run_backward(_torch, prepared, do, dfinal_state, inputs, cu_seqlens, h)
         return (*gradients, None, None)
 
 
+def _wants_gradients(tensors: tuple) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
 def _run_chunk(prepared: Prepared, tensors: tuple) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+    if _wants_gradients(tensors):
         return ChunkKda.apply(*tensors, prepared)
     return _forward(prepared, tuple(x for x in tensors if x is not None))
 
@@ -130,7 +138,8 @@ def _run_chunk(prepared: Prepared, tensors: tuple) -> tuple[torch.Tensor, torch.
 def chunk_seen(call: dict[str, Any]) -> tuple[tuple | None, tuple | None]:
     """The result if a call like this was made before, and the key to remember it by; or None."""
     tensors = _CHUNK_TENSORS(call)
-    key = _key(tensors, _CHUNK_OPTIONS(call))
+    keeps_h = call["disable_recompute"] and _wants_gradients(tensors)
+    key = _key(tensors, (*_CHUNK_OPTIONS(call), bool(keeps_h)))
     prepared = _calls.get(key)
     return None if prepared is None else _run_chunk(prepared, tensors), key
 
@@ -147,7 +156,8 @@ def chunk_kda(
     tensors = (*inputs, cu_seqlens)
     if needs_operators(tensors):
         return _library.chunk_kda(inputs, cu_seqlens, options, with_state)
-    prepared = _kda.prepare_forward(_torch, inputs, cu_seqlens, options, with_state)
+    keeps_h = bool(call["disable_recompute"]) and _wants_gradients(tensors)
+    prepared = _kda.prepare_forward(_torch, inputs, cu_seqlens, options, with_state, keeps_h)
     # Only where nothing was cast, reshaped or dropped.
     if all(a is b for a, b in zip(tensors, _CHUNK_TENSORS(call))):
         _keep(_calls, key, prepared)

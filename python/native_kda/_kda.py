@@ -79,8 +79,10 @@ def prepare_backward(
     cu_seqlens: Any,
     options: Options,
     needs: tuple[bool, ...],
+    h: Any = None,
 ) -> Prepared | None:
-    """Outputs: the gradients needed, of inputs that take part; None if there is none."""
+    """Outputs: the gradients needed, of inputs that take part; None if there is none. h: what the
+    forward left of states, if it was kept."""
     rows = taking_part(inputs, cu_seqlens, options)
     names = {name for name, _ in rows}
     outputs = [
@@ -90,7 +92,8 @@ def prepare_backward(
     ]
     if not outputs:
         return None
-    rows += [("do", do)] + ([] if dfinal_state is None else [("dfinal_state", dfinal_state)])
+    more = (("do", do), ("dfinal_state", dfinal_state), ("h", h))
+    rows += [row for row in more if row[1] is not None]
     sizes = sizes_of(inputs, cu_seqlens)
     return _problem.prepare(frame, CHUNK_BWD, sizes, options, rows, outputs)
 
@@ -102,11 +105,11 @@ def run_backward(
     dfinal_state: Any,
     inputs: tuple,
     cu_seqlens: Any,
+    h: Any = None,
 ) -> list[Any]:
     """The gradients in the order of the inputs; None where there is none."""
-    tensors = (*tensors_of(taking_part(inputs, cu_seqlens, prepared.options)), do)
-    if dfinal_state is not None:
-        tensors += (dfinal_state,)
+    tensors = tensors_of(taking_part(inputs, cu_seqlens, prepared.options))
+    tensors += tuple(tensor for tensor in (do, dfinal_state, h) if tensor is not None)
     results = _problem.execute(frame, prepared, tensors)
     found = {row[0]: result for row, result in zip(prepared.outputs, results)}
     return [found.get(name) for name in GRADIENTS]

@@ -224,6 +224,41 @@ TEST(Emulation, ErrorsOfTheBackward) {
   }
 }
 
+// h as the forward kept it, and v_new walked from it again every so many tokens. Prints the figures
+// that docs/kernels/chunk_bwd.md quotes.
+TEST(Emulation, ErrorsOfKeptCheckpoints) {
+  for (const Family family : {Family::kUnit, Family::kCorr, Family::kNoDecay, Family::kSlow,
+                              Family::kMix, Family::kDeep, Family::kPredicted}) {
+    for (const DType io : {DType::kBF16, DType::kF16}) {
+      CaseSpec spec = spec_of(family, io);
+      spec.gate = Gate::kSoftplus;
+      spec.qk_l2norm = spec.gradients = true;
+      spec.sizes = {1, 1100, 1, 1, 64, 64, 0, 0};
+      const Case c = generate(spec);
+      const TensorMap expected = backward_reference_of(c);
+      for (const int64_t kept : {0, 512}) {
+        Emulation variant{Form::kR, 32, io, io};
+        variant.scores = io == DType::kBF16 ? io : DType::kF64;
+        variant.kept = kept;
+        const TensorMap results = emulate_backward(c, variant);
+        fmt::print("{:10} {} {:3}:", name_of(family), io == DType::kBF16 ? "bf16" : "fp16", kept);
+        for (const auto& [id, reference] : expected) {
+          const Difference d = compare(c, id, results.at(id), reference);
+          fmt::print(" {} {:.2e}", name_of(id), d.ratio);
+          EXPECT_TRUE(d.finite);
+          if (d.ratio <= limit_of(precision_of(io), id)) continue;
+          CheckedOutput checked;
+          checked.id = id;
+          look_again(c, &spec, results.at(id), reference, io, checked);
+          EXPECT_TRUE(checked.pass) << name_of(family) << ": " << name_of(id) << " "
+                                    << checked.difference.ratio << ", limit " << checked.limit;
+        }
+        fmt::print("\n");
+      }
+    }
+  }
+}
+
 // In fp16 the decays of a block's columns, up to 2^110, leave the range, and one bf16 number alone
 // takes more than all of the limit of dq: the kernel's operands there are sums of two, which leave
 // nothing that counts. Prints the figures that docs/kernels/chunk_bwd.md quotes.

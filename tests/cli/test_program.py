@@ -584,6 +584,19 @@ class Bench(ProgramTest):
         _, row = self.lines(result)
         self.assertEqual((row["sequences"], row["shape"]), (4, [1, 48, 1, 2, 32, 32]))
 
+    def test_a_step_that_keeps_its_states_moves_them_too(self):
+        moved = []
+        for more in ((), ("--checkpoints",)):
+            result = kda("bench", "--suite", "train", "--shape", "1,100,1,2,32,16", "--dtype",
+                         "fp32", "--repeat", "1", "--device", "cpu", "--json", *more)
+            self.check(result, 0)
+            moved.append([row["bytes"] for row in self.lines(result)[1:]])
+        h = 2 * 2 * 32 * 16 * 4  # two chunks, two heads
+        self.assertEqual(moved[1], [bytes + h for bytes in moved[0]])
+        result = kda("bench", "--suite", "decode", "--checkpoints", "--device", "cpu", "--json")
+        self.check(result, 2)
+        self.assertIn("decode", self.lines(result)[-1]["error"])
+
     def test_lengths_that_do_not_fit_are_named(self):
         for arguments, found in ((("--shape", "1,48,1,2,32,32", "--lengths", "16,31"), "sum is 47"),
                                  (("--shape", "2,48,1,2,32,32", "--lengths", "48"), "B = 2"),

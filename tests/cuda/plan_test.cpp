@@ -248,5 +248,82 @@ TEST(CudaPlan, VerdictsHaveTheWorkspace) {
   }
 }
 
+/// The backward of a training step that keeps h of that type; kNone: the inputs alone.
+Problem backward(const Sizes& sizes, DType h, int32_t chunk_size = 64) {
+  Problem problem = Problem::make(Operation::kChunkBackward, sizes, DType::kBF16);
+  problem.chunk_size = chunk_size;
+  problem.gate = Gate::kSoftplus;
+  problem.set(TensorId::kG, DType::kBF16).set(TensorId::kBeta, DType::kBF16);
+  problem.set(TensorId::kALog, DType::kF32).set(TensorId::kDALog, DType::kF32);
+  for (const TensorId id : {TensorId::kDq, TensorId::kDk, TensorId::kDv, TensorId::kDg}) {
+    problem.set(id, DType::kBF16);
+  }
+  return problem.set(TensorId::kH, h);
+}
+
+std::size_t workspace_of(const Problem& problem) {
+  const Result<Plan> plan = plan_within(problem, 0, "sm90_chunk_bwd");
+  EXPECT_TRUE(plan.ok()) << plan.status().message();
+  return plan.ok() ? plan->workspace_bytes() : 0;
+}
+
+// One slice of heads with either.
+TEST(CudaPlan, KeptCheckpointsTakeNoWorkspace) {
+  const Sizes sizes{1, 1000, 4, 4, 128, 128, 0, 0};
+  const std::size_t h_bytes = 16 * 4 * 128 * 128 * 2;
+  const std::size_t recomputed = workspace_of(backward(sizes, DType::kNone));
+  EXPECT_EQ(workspace_of(backward(sizes, DType::kBF16)) + h_bytes, recomputed);
+  EXPECT_EQ(workspace_of(backward(sizes, DType::kF32)), recomputed);
+  EXPECT_EQ(workspace_of(backward(sizes, DType::kBF16, 32)),
+            workspace_of(backward(sizes, DType::kNone, 32)));
+}
+
+// h is the caller's memory, outside of the limit, which a row that reads it keeps to with less.
+TEST(CudaPlan, ALimitIsKeptBesideKeptCheckpoints) {
+  const Sizes sizes{6, 2000, 4, 8, 128, 128, 0, 0};
+  const Problem kept = backward(sizes, DType::kBF16);
+  const std::size_t h_of_head =
+      std::size_t{32} * 2 * 128 * 128 * 2;  // one sequence, two value heads
+  EXPECT_EQ(least_of(kept, "sm90") + h_of_head, least_of(backward(sizes, DType::kNone), "sm90"));
+  const std::size_t all = workspace_of(kept);
+  for (const char* choice : {"", "sm90"}) {
+    for (const std::size_t limit : {all, all / 2, all / 5, least_of(kept, choice)}) {
+      const Result<Plan> plan = plan_within(kept, limit, choice);
+      ASSERT_TRUE(plan.ok()) << choice << ": " << plan.status().message();
+      EXPECT_EQ(plan->implementation(), "sm90_chunk_bwd");
+      EXPECT_LE(plan->workspace_bytes(), limit) << choice;
+      EXPECT_GE(3 * plan->workspace_bytes(), limit) << choice;
+    }
+  }
+}
+
+// o, the gradients, the workspace and a kept h, GB, of the shapes of the performance suite.
+TEST(CudaPlan, ATrainingStepKeepsToItsMemory) {
+  struct Shape {
+    const char* name;
+    Sizes sizes;
+    double most;
+  };
+  const Shape shapes[] = {{"S1", {1, 8192, 96, 96, 128, 128, 0, 0}, 2.5},
+                          {"S2", {16, 8192, 16, 16, 128, 256, 0, 0}, 9},
+                          {"S3", {1, 4096, 16, 16, 128, 128, 0, 0}, 0.3},
+                          {"S4", {2, 4096, 64, 64, 128, 128, 0, 0}, 1.7},
+                          {"S5", {1, 131072, 32, 32, 128, 128, 0, 0}, 14}};
+  for (const Shape& shape : shapes) {
+    for (const DType h : {DType::kNone, DType::kBF16}) {
+      const Problem problem = backward(shape.sizes, h).validated().value();
+      int64_t bytes = problem.bytes(TensorId::kV) + problem.bytes(TensorId::kH);  // o as v
+      for (const TensorSpec& spec : tensors_of(problem.operation)) {
+        if (spec.role == Role::kOutput) bytes += problem.bytes(spec.id);
+      }
+      const auto workspace = static_cast<double>(workspace_of(problem));
+      const double total = 1e-9 * (static_cast<double>(bytes) + workspace);
+      EXPECT_LE(total, shape.most) << shape.name << ", h " << name_of(h);
+      RecordProperty(std::string(shape.name) + "_h_" + std::string(name_of(h)),
+                     std::to_string(1e-9 * workspace) + " of " + std::to_string(total));
+    }
+  }
+}
+
 }  // namespace
 }  // namespace kda

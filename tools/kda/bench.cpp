@@ -64,11 +64,18 @@ Result<Bench> set_up(const BenchCommand& command) {
     if (!status.ok()) return status;
   }
   bench.suite = *suite;
-  bench.options = {*io, *gate};
+  bench.options = {*io, *gate, command.checkpoints};
   if (!command.shape.empty()) {
     Result<Sizes> sizes = parse_shape(command.shape);
     if (!sizes.ok()) return sizes.status();
     bench.shapes = {{*sizes, {}}};
+  }
+  if (command.checkpoints && bench.suite != Suite::kShape && bench.suite != Suite::kTrain) {
+    return Status(
+        StatusCode::kInvalidArgument,
+        fmt::format("--checkpoints: saves states between the passes of suite train, found "
+                    "--suite {}",
+                    command.suite));
   }
   if (!command.lengths.empty()) {
     if (bench.suite != Suite::kShape && bench.suite != Suite::kTrain &&

@@ -54,6 +54,7 @@ struct BenchCommand {
   std::string dtype = "bf16";
   std::string gate = "softplus";
   int repeat = 15;
+  bool checkpoints = false;
   std::string line;  ///< the command as it was typed, without the program's folder
 };
 

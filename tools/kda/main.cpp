@@ -137,6 +137,9 @@ void add_bench(CLI::App& app, BenchCommand& command) {
       ->delimiter(',')
       ->allow_extra_args(false)
       ->check(check_integer);
+  sub->add_flag("--checkpoints", command.checkpoints,
+                "Suite train: the forward writes h, the states every 64 tokens, and the backward "
+                "reads it");
   sub->add_option("--repeat", command.repeat, "Timed runs, fewer if they take over 10 s")
       ->check(CLI::Range(1, 100000))
       ->capture_default_str();
