@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <thread>
+#include <vector>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -21,6 +23,23 @@ bool is_ill_conditioned(Family family) {
 }
 
 uint64_t stream_of(TensorId id) { return static_cast<uint64_t>(id); }
+
+/// work(begin, end) over `count` items of `size` elements, by several threads where that is much:
+/// inputs of a benchmark are up to a hundred million draws. Each depends on its index alone, so the
+/// bits stay the same.
+template <class Work>
+void in_blocks(int64_t count, int64_t size, const Work& work) {
+  constexpr int64_t kLeast = int64_t{1} << 18;  // about 20 ms
+  const int64_t most = std::max(1U, std::thread::hardware_concurrency());
+  const int64_t blocks = std::clamp<int64_t>(count * size / kLeast, 1, most);
+  std::vector<std::jthread> others;
+  for (int64_t i = 1; i < blocks; ++i) {
+    others.emplace_back([&work, first = count * i / blocks, last = count * (i + 1) / blocks] {
+      work(first, last);
+    });
+  }
+  work(0, count / blocks);
+}
 
 struct Normals {
   Random random;
@@ -72,7 +91,9 @@ class Generator {
   template <class Value>
   void add(TensorId id, DType dtype, std::vector<int64_t> shape, const Value& value) {
     HostTensor tensor(dtype, std::move(shape));
-    for (int64_t i = 0; i < tensor.count(); ++i) tensor.set(i, value(i));
+    in_blocks(tensor.count(), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) tensor.set(i, value(i));
+    });
     case_.inputs[id] = std::move(tensor);
   }
 
@@ -105,14 +126,15 @@ class Generator {
 
   void add_rows(TensorId id) {
     HostTensor tensor(spec_.io, {s_.B, s_.T, s_.H, s_.K});
-    const int64_t rows = s_.B * s_.T * s_.H;
-    std::vector<double> row(static_cast<std::size_t>(s_.K));
-    for (int64_t r = 0; r < rows; ++r) {
-      fill_row(id, r, row);
-      for (int64_t i = 0; i < s_.K; ++i) {
-        tensor.set(r * s_.K + i, row[static_cast<std::size_t>(i)]);
+    in_blocks(s_.B * s_.T * s_.H, s_.K, [&](int64_t begin, int64_t end) {
+      std::vector<double> row(static_cast<std::size_t>(s_.K));
+      for (int64_t r = begin; r < end; ++r) {
+        fill_row(id, r, row);
+        for (int64_t i = 0; i < s_.K; ++i) {
+          tensor.set(r * s_.K + i, row[static_cast<std::size_t>(i)]);
+        }
       }
-    }
+    });
     case_.inputs[id] = std::move(tensor);
   }
 
