@@ -3,12 +3,12 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <thread>
 #include <vector>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "blocks.h"
 #include "random.h"
 
 namespace kda::cases {
@@ -23,23 +23,6 @@ bool is_ill_conditioned(Family family) {
 }
 
 uint64_t stream_of(TensorId id) { return static_cast<uint64_t>(id); }
-
-/// work(begin, end) over `count` items of `size` elements, by several threads where that is much:
-/// inputs of a benchmark are up to a hundred million draws. Each depends on its index alone, so the
-/// bits stay the same.
-template <class Work>
-void in_blocks(int64_t count, int64_t size, const Work& work) {
-  constexpr int64_t kLeast = int64_t{1} << 18;  // about 20 ms
-  const int64_t most = std::max(1U, std::thread::hardware_concurrency());
-  const int64_t blocks = std::clamp<int64_t>(count * size / kLeast, 1, most);
-  std::vector<std::jthread> others;
-  for (int64_t i = 1; i < blocks; ++i) {
-    others.emplace_back([&work, first = count * i / blocks, last = count * (i + 1) / blocks] {
-      work(first, last);
-    });
-  }
-  work(0, count / blocks);
-}
 
 struct Normals {
   Random random;
