@@ -89,6 +89,21 @@ TEST(StressDraw, EveryProblemIsValidAndEveryKindOccurs) {
   for (const auto& [kind, count] : seen) EXPECT_GE(count, 15) << kind;
 }
 
+TEST(StressDraw, StridesAreKnownBeforeTheRun) {
+  const Draw repeated = first([](const Draw& d) {
+    return !d.repeated.empty() && d.repeated[0].second == 1 && d.problem.sizes.T > 2;
+  });
+  const TensorId id = repeated.repeated[0].first;
+  EXPECT_EQ(arranged(repeated.problem, conditions_of(repeated))[id].stride[1], 0);
+  const Draw in_place = first([](const Draw& d) {
+    return d.state_in_place && d.repeated.empty() &&
+           d.arrangement == cases::Arrangement::kTransposed;
+  });
+  const Problem problem = arranged(in_place.problem, conditions_of(in_place));
+  EXPECT_NE(problem[kInitialState].stride, in_place.problem[kInitialState].stride);
+  EXPECT_EQ(problem[kInitialState].stride, problem[kFinalState].stride);
+}
+
 TEST(StressInputs, OtherVariantsHaveTheSameShapes) {
   for (int64_t number = 0; number < 20; ++number) {
     const Draw d = draw(3, number);

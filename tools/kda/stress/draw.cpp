@@ -329,6 +329,18 @@ std::string_view name_of(Arrangement arrangement) {
 
 Draw draw(uint64_t seed, int64_t number) { return Drawer(seed, number).run(); }
 
+cases::Conditions conditions_of(const Draw& draw) {
+  cases::Conditions conditions;
+  conditions.options.threads = draw.threads;
+  conditions.repeat_threads = draw.repeat_threads;
+  conditions.arrangement = draw.arrangement;
+  conditions.seed = draw.spec.seed;
+  conditions.state_in_place = draw.state_in_place;
+  conditions.copies = draw.copies;
+  conditions.repeated = draw.repeated;
+  return conditions;
+}
+
 std::string describe(const Draw& draw) {
   const Problem& p = draw.problem;
   std::string text = fmt::format("{} {}", kda::name_of(p.operation), cases::describe(draw.spec));
