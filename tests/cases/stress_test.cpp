@@ -79,13 +79,14 @@ TEST(StressDraw, EveryProblemIsValidAndEveryKindOccurs) {
     seen["V first"] += d.problem.state_v_first;
     seen["in place"] += d.state_in_place;
     seen["no token"] += d.problem.sizes.T == 0;
+    seen["long"] += d.problem.sizes.T > 2000;
     seen["grouped"] += d.problem.sizes.HV > d.problem.sizes.H;
     seen["dyed"] += d.dyed >= 0;
     seen["wrong list"] += d.wrong_list;
     seen["stride 0"] += !d.repeated.empty();
   }
-  // Operations, families, dtypes of q, gates, arrangements, tensors and the seven above.
-  EXPECT_EQ(seen.size(), kOperationCount + cases::kFamilies.size() + 4 + 3 + 6 + kTensorCount + 7);
+  // Operations, families, dtypes of q, gates, arrangements, tensors and the eight above.
+  EXPECT_EQ(seen.size(), kOperationCount + cases::kFamilies.size() + 4 + 3 + 6 + kTensorCount + 8);
   for (const auto& [kind, count] : seen) EXPECT_GE(count, 15) << kind;
 }
 
