@@ -644,6 +644,16 @@ class Stress(ProgramTest):
         tried = sum(row["calls"] for row in rows if row["impl"].startswith("reference_"))
         self.assertEqual(tried, 12)
 
+    def test_each_row_gets_a_share_of_the_calls(self):
+        result = kda("stress", "--seed", "4", "--problems", "60", "--device", "cpu", "--impl",
+                     "cpu", "--json")
+        self.check(result, 0)
+        (summary,) = self.lines(result)
+        self.assertEqual(summary["problems"], 60)
+        calls = {row["impl"]: row["calls"] for row in summary["implementations"]}
+        self.assertEqual(len(calls), 11)
+        self.assertGreaterEqual(min(calls.values()), 2, calls)
+
     def test_one_problem_can_be_repeated(self):
         ask = ("stress", "--seed", "4", "--case", "3", "--device", "cpu")
         result = kda(*ask, "--impl", "reference")
