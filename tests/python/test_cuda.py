@@ -152,11 +152,52 @@ def test_side_streams():
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU only")
-def test_second_device():
-    """DEV-01."""
-    x = {n: t.to("cuda:1") for n, t in inputs().items()}
-    o, _ = native_kda.chunk_kda(**x, **FLAGS)
-    assert o.device.index == 1 and torch.cuda.current_device() == 0
+@pytest.mark.parametrize("V", [64, 256])
+def test_second_device(V):
+    """DEV-01: tensors on a device that is not the current one."""
+    x = inputs(K=V // 2 if V == 256 else V, V=V)
+    weights = weights_of(x)
+    there = {n: t.detach().to("cuda:1").requires_grad_() for n, t in x.items()}
+    o, s, gradients = found(x, weights)
+    other_o, other_s, others = found(there, [w.to("cuda:1") for w in weights])
+    assert torch.cuda.current_device() == 0
+    pairs = {"o": (o, other_o), "final_state": (s, other_s)}
+    pairs |= {f"d{n}": (gradients[n], others[n]) for n in x}
+    for name, (a, b) in pairs.items():
+        assert b.device.index == 1, name
+        assert ratio(a.detach().double().cpu(), b.detach().double().cpu()) < 1e-4, name
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU only")
+def test_graph_and_decode_on_the_second_device():
+    x = {n: t.detach().to("cuda:1").requires_grad_() for n, t in inputs().items()}
+
+    def step():
+        o, _ = native_kda.chunk_kda(**x, **FLAGS)
+        return o, *torch.autograd.grad(o.float().square().sum(), list(x.values()))
+
+    with torch.cuda.device(1):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            want = step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(want, captured))
+
+    y = {n: t.detach() for n, t in x.items()}
+    states = y.pop("initial_state")
+    whole, state = native_kda.fused_recurrent_kda(**y, **FLAGS, initial_state=states,
+                                                  output_final_state=True)
+    same = states.clone()
+    for t in range(y["q"].shape[1]):
+        one = {n: z[:, t : t + 1] if z.dim() > 2 else z for n, z in y.items()}
+        o, _ = native_kda.fused_recurrent_kda(**one, **FLAGS, initial_state=same, in_place=True)
+        assert ratio(whole[:, t : t + 1].float().cpu(), o.float().cpu()) < 5e-3
+    assert ratio(state.cpu(), same.cpu()) < 1e-3 and torch.cuda.current_device() == 0
 
 
 def test_tensors_elsewhere_are_named():

@@ -293,6 +293,33 @@ def test_expanded_gradients_need_no_copy():
     assert all(torch.equal(first[n], t.grad) for n, t in x.items())
 
 
+def test_tensors_that_are_not_what_their_memory_holds():
+    """The imaginary part of a conjugate is negated when it is read; what a function transform
+    leaves behind has no memory of its own."""
+    x = inputs(T=20, grad=False)
+
+    def negated(t):
+        view = torch.complex(torch.zeros_like(t), -t).conj().imag
+        assert view.is_neg() and torch.equal(view, t)
+        return view
+
+    left = []
+    torch.func.grad(lambda k: left.append(k * 1.0) or k.sum())(x["k"])
+    do = weights_of(x)[0].float()
+    results = []
+    for changes in ({}, {"v": negated(x["v"])}, {"k": left[0]}):
+        for wanted in (None, "q"):
+            y = {n: t.clone().requires_grad_() if n == wanted else t
+                 for n, t in {**x, **changes}.items()}
+            o, _ = native_kda.chunk_kda(**y, **FLAGS)
+            given = negated(do) if changes else do
+            results.append((o, *(torch.autograd.grad(o, y["q"], given) if wanted else ())))
+    for i in (2, 3, 4, 5):
+        assert all(torch.equal(a, b) for a, b in zip(results[i % 2], results[i]))
+    with pytest.raises(ValueError, match="g: found the imaginary part of a conjugate"):
+        native_kda.stages.gate_cumsum(negated(-x["g"].abs()))
+
+
 def test_second_derivative_is_an_error():
     x = inputs(T=4)
     o, _ = native_kda.chunk_kda(**x, **FLAGS)
