@@ -156,6 +156,10 @@ def _run_chunk(prepared: Prepared, tensors: tuple) -> tuple[torch.Tensor, torch.
     return _forward(prepared, _present(tensors))
 
 
+def chunk_was_seen(call: dict[str, Any]) -> bool:
+    return _calls.get(_key(_CHUNK_TENSORS(call), _CHUNK_OPTIONS(call))) is not None
+
+
 def chunk_seen(call: dict[str, Any]) -> tuple[tuple | None, tuple | None]:
     """The result if a call like this was made before, and the key to remember it by; or None."""
     tensors = _CHUNK_TENSORS(call)

@@ -171,10 +171,20 @@ def chunk_problem(call: dict[str, Any]) -> tuple[tuple, Options]:
     return inputs, options
 
 
+def _may_be_seen(call: dict[str, Any], length: int) -> bool:
+    """Whether the call is one of those that are remembered."""
+    return is_torch(call["q"]) and not is_tracing() and len(call) == length
+
+
+def was_seen(call: dict[str, Any]) -> bool:
+    """Whether a call of chunk_kda like this was made before, so that it needs no checks."""
+    return _may_be_seen(call, _CHUNK_LENGTH) and _autograd.chunk_was_seen(call)
+
+
 def chunk(call: dict[str, Any]) -> tuple[Any, ...]:
     """chunk_kda."""
     result = key = None
-    if is_torch(call["q"]) and not is_tracing() and len(call) == _CHUNK_LENGTH:
+    if _may_be_seen(call, _CHUNK_LENGTH):
         result, key = _autograd.chunk_seen(call)
         if result is not None:
             return result
@@ -250,7 +260,7 @@ def chunk_backward(
 def recurrent(call: dict[str, Any]) -> tuple[Any, Any]:
     """fused_recurrent_kda."""
     result = key = None
-    if is_torch(call["q"]) and not is_tracing() and len(call) == _RECURRENT_LENGTH:
+    if _may_be_seen(call, _RECURRENT_LENGTH):
         result, key = _autograd.recurrent_seen(call)
         if result is not None:
             return result
