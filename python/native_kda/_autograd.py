@@ -17,8 +17,8 @@ from ._problem import Options, Prepared
 
 is_compiling = torch.compiler.is_compiling
 
-_CHUNK_TENSORS = itemgetter(*_kda.INPUTS, "cu_seqlens")
-_CHUNK_OPTIONS = itemgetter(
+CHUNK_TENSORS = itemgetter(*_kda.INPUTS, "cu_seqlens")
+CHUNK_OPTIONS = itemgetter(
     "scale",
     "output_final_state",
     "use_qk_l2norm_in_kernel",
@@ -32,8 +32,8 @@ _CHUNK_OPTIONS = itemgetter(
     "cp_context",
     "chunk_size",
 )
-_DECODE_TENSORS = itemgetter(*_kda.INPUTS, "cu_seqlens", "state_indices", "num_accepted")
-_DECODE_OPTIONS = itemgetter(
+DECODE_TENSORS = itemgetter(*_kda.INPUTS, "cu_seqlens", "state_indices", "num_accepted")
+DECODE_OPTIONS = itemgetter(
     "scale",
     "output_final_state",
     "use_qk_l2norm_in_kernel",
@@ -50,6 +50,12 @@ _MOST = 1024
 
 class _Memory(dict):  # type: ignore[type-arg]
     """Bounded, so that ever changing lengths do not grow it. Holds no tensor."""
+
+    def find(self, key: tuple | None) -> Any:
+        try:
+            return self.get(key)
+        except TypeError:  # an option that cannot be hashed
+            return None
 
     def remember(self, key: tuple, value: Any) -> None:
         if len(self) >= _MOST:
@@ -86,7 +92,8 @@ def _key(tensors: tuple, options: tuple) -> tuple | None:
     layouts = _torch.reader.key(tensors)
     if layouts is None:
         return None
-    return layouts, options, _native.environment("KDA_IMPL")
+    environment = _native.environment
+    return layouts, options, environment("KDA_IMPL"), environment("NATIVE_KDA_DISABLE")
 
 
 def _keep(memory: _Memory, key: tuple | None, prepared: Any) -> None:
@@ -109,7 +116,7 @@ def _chunk_backward(ctx: Any, do: Any, dfinal_state: Any) -> tuple:
         do = saved[0].new_zeros(()).expand(saved[2].shape)
     tensors, needs = (*saved, do, dfinal_state), ctx.needs_input_grad[:8]
     key = _key(tensors, (*ctx.options, *needs))
-    backward = _gradients.get(key)
+    backward = _gradients.find(key)
     if backward is None:
         if needs_operators(tensors):
             how = (saved, ctx.options, needs)
@@ -157,14 +164,21 @@ def _run_chunk(prepared: Prepared, tensors: tuple) -> tuple[torch.Tensor, torch.
 
 
 def chunk_was_seen(call: dict[str, Any]) -> bool:
-    return _calls.get(_key(_CHUNK_TENSORS(call), _CHUNK_OPTIONS(call))) is not None
+    return _calls.find(_key(CHUNK_TENSORS(call), CHUNK_OPTIONS(call))) is not None
+
+
+def chunk_again(tensors: tuple, options: tuple) -> tuple | None:
+    """The result if a call like this was made before, its arguments as the getters above give
+    them."""
+    prepared = _calls.find(_key(tensors, options))
+    return None if prepared is None else _run_chunk(prepared, tensors)
 
 
 def chunk_seen(call: dict[str, Any]) -> tuple[tuple | None, tuple | None]:
-    """The result if a call like this was made before, and the key to remember it by; or None."""
-    tensors = _CHUNK_TENSORS(call)
-    key = _key(tensors, _CHUNK_OPTIONS(call))
-    prepared = _calls.get(key)
+    """As chunk_again, and the key to remember the call by."""
+    tensors = CHUNK_TENSORS(call)
+    key = _key(tensors, CHUNK_OPTIONS(call))
+    prepared = _calls.find(key)
     return None if prepared is None else _run_chunk(prepared, tensors), key
 
 
@@ -182,7 +196,7 @@ def chunk_kda(
         return _library.chunk_kda(inputs, cu_seqlens, options, with_state)
     prepared = _kda.prepare_forward(_torch, inputs, cu_seqlens, options, with_state)
     # Only where nothing was cast, reshaped or dropped.
-    if all(a is b for a, b in zip(tensors, _CHUNK_TENSORS(call))):
+    if all(a is b for a, b in zip(tensors, CHUNK_TENSORS(call))):
         _keep(_calls, key, prepared)
     return _run_chunk(prepared, tensors)
 
@@ -197,11 +211,17 @@ def _run_decode(prepared: Prepared, tensors: tuple, in_place: bool) -> tuple[Any
     return o, states
 
 
+def recurrent_again(tensors: tuple, options: tuple) -> tuple | None:
+    """As chunk_again. What is remembered says besides whether states are updated in place."""
+    seen = _calls.find(_key(tensors, options))
+    return None if seen is None else _run_decode(seen[0], tensors, seen[1])
+
+
 def recurrent_seen(call: dict[str, Any]) -> tuple[tuple | None, tuple | None]:
-    """As chunk_seen. What is remembered says besides whether states are updated in place."""
-    tensors = _DECODE_TENSORS(call)
-    key = _key(tensors, _DECODE_OPTIONS(call))
-    seen = _calls.get(key)
+    """As chunk_seen."""
+    tensors = DECODE_TENSORS(call)
+    key = _key(tensors, DECODE_OPTIONS(call))
+    seen = _calls.find(key)
     return None if seen is None else _run_decode(seen[0], tensors, seen[1]), key
 
 
@@ -225,6 +245,6 @@ def recurrent_kda(
         return o, inputs[7]
     more = (state_indices, num_accepted, in_place)
     prepared = _kda.prepare_recurrent(_torch, inputs, cu_seqlens, options, with_state, *more)
-    if all(a is b for a, b in zip(tensors, _DECODE_TENSORS(call))):
+    if all(a is b for a, b in zip(tensors, DECODE_TENSORS(call))):
         _keep(_calls, key, (prepared, in_place))
     return _run_decode(prepared, tensors, in_place)

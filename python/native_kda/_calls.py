@@ -171,6 +171,21 @@ def chunk_problem(call: dict[str, Any]) -> tuple[tuple, Options]:
     return inputs, options
 
 
+def chunk_again(tensors: tuple, options: tuple) -> tuple | None:
+    """The result of chunk_kda if a call like this was made before: most of what calls cost the
+    host is saved. The arguments are in the order of _autograd.CHUNK_TENSORS and CHUNK_OPTIONS."""
+    if not is_torch(tensors[0]) or is_tracing():
+        return None
+    return _autograd.chunk_again(tensors, options)
+
+
+def recurrent_again(tensors: tuple, options: tuple) -> tuple | None:
+    """As chunk_again, of fused_recurrent_kda."""
+    if not is_torch(tensors[0]) or is_tracing():
+        return None
+    return _autograd.recurrent_again(tensors, options)
+
+
 def _may_be_seen(call: dict[str, Any], length: int) -> bool:
     """Whether the call is one of those that are remembered."""
     return is_torch(call["q"]) and not is_tracing() and len(call) == length
