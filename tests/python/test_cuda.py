@@ -13,6 +13,7 @@ if not any(row["device"] == "cuda" for row in native_kda.support_matrix()):
     pytest.skip("native_kda was built without CUDA", allow_module_level=True)
 
 FLAGS = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
+HOPPER = torch.cuda.get_device_capability() == (9, 0)
 
 
 def inputs(seed=0, dtype=torch.bfloat16, grad=True, B=2, T=130, H=2, HV=2, K=64, V=64):
@@ -63,7 +64,7 @@ def test_all_gradients_match_the_recurrence(dtype, shape, lower_bound):
     assert all(name.startswith(("cuda_", "sm90_")) for name in native_kda.hits())
 
 
-@pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="not a Hopper GPU")
+@pytest.mark.skipif(not HOPPER, reason="not a Hopper GPU")
 @pytest.mark.parametrize("V", [128, 256])
 def test_what_runs_by_default_on_hopper(V):
     x = inputs(K=128, V=V)
@@ -283,6 +284,53 @@ def test_compiled(backend):
     ga, gb = (torch.autograd.grad(o.float().square().sum(), list(x.values())) for o in (a, b)
               if o is not None)
     assert all(torch.equal(s, t) for s, t in zip(ga, gb))
+
+
+def test_compiled_with_dynamic_lengths():
+    """GRAPH-01: one graph serves every length."""
+    testing = pytest.importorskip("torch._dynamo.testing")
+    counter = testing.CompileCounterWithBackend("inductor")
+    compiled = torch.compile(native_kda.chunk_kda, fullgraph=True, dynamic=True, backend=counter)
+    for T in (70, 130, 200):
+        x = inputs(T=T, K=128, V=128)
+        pairs = []
+        for function in (native_kda.chunk_kda, compiled):
+            o, s = function(**x, **FLAGS, output_final_state=True)
+            loss = o.float().square().sum() + s.square().sum()
+            pairs.append((o, s, *torch.autograd.grad(loss, list(x.values()))))
+        assert all(torch.equal(a, b) for a, b in zip(*pairs))
+    assert counter.frame_count == 1
+
+
+def test_opcheck():
+    x = inputs(T=70, K=128, V=128)
+    names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+    call = (*(x[n] for n in names), None, 1, 0.0, None, True, True, False, False, 64, True)
+    native_kda.chunk_kda(**x, **FLAGS)  # registers the operators where torch was imported later
+    torch.library.opcheck(torch.ops.native_kda.chunk_kda, call, test_utils=(
+        "test_schema", "test_autograd_registration", "test_faketensor"))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_under_autocast(reentrant):
+    x = inputs(K=128, V=128)
+    checkpoint = torch.utils.checkpoint.checkpoint
+    x["q"] = x["q"].detach().float().requires_grad_()  # autocast aligns it
+
+    def layer(*tensors):
+        return native_kda.chunk_kda(**dict(zip(x, tensors)), **FLAGS)[0]
+
+    pairs = []
+    for checkpointed in (False, True):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            o = (checkpoint(layer, *x.values(), use_reentrant=reentrant) if checkpointed
+                 else layer(*x.values()))
+        for t in x.values():
+            t.grad = None
+        o.float().square().sum().backward()
+        pairs.append((o, *(t.grad for t in x.values())))
+    assert all(torch.equal(a, b) for a, b in zip(*pairs))
+    assert native_kda.hits()["sm90_chunk_fwd" if HOPPER else "cuda_chunk_fwd"] == 3
 
 
 def test_stages_give_the_whole():
