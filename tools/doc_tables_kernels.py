@@ -198,16 +198,16 @@ def speed_section() -> str:
     alone = forwards()
     steps = steps_of(rows_of("cuda_h200_chunk_bwd.json"))
     lines = []
-    for name, (B, T, H, HV, K, V) in SHAPES.items():
+    for B, T, H, HV, K, V in SHAPES.values():
         key = ((B, T, H, HV, K, V), "softplus", "bf16", "")
         if key not in alone or key not in steps:
             continue
-        cells = [name, f"{B}, {T}, {HV}, {V}", ms(alone[key]["median_ms"])]
+        cells = [f"{B}, {T}, {HV}, {V}", ms(alone[key]["median_ms"])]
         cells += [peers("chunk_fwd", key[0], "fla").split(" / ")[0]]
         cells += [ms(sum(row["median_ms"] for row in steps[key]))]
         cells += [peers("step", key[0], "fla").split(" / ")[0]]
         lines.append(cells)
-    columns = ["", "B, T, heads, V", "forward, ms", "fla", "forward + backward, ms", "fla"]
+    columns = ["B, T, heads, V", "forward, ms", "fla", "forward + backward, ms", "fla"]
     return table(columns, lines)
 
 
