@@ -35,13 +35,12 @@ STATE_SCAN = {"S1": "0.36 / 0.31", "S2": "1.50 / 1.38", "S3": "0.09 / 0.05"}
 
 
 def rows_of(name: str) -> list:
-    """The rows of a file; of what a head says of the rows below it, each has the gate, the dtype
-    and the command."""
+    """The rows of a file, each with what the head above it says of it."""
     rows, head = [], {}
     for line in (RESULTS / name).read_text().splitlines():
         row = json.loads(line)
         if "median_ms" not in row:
-            head = {key: row[key] for key in ("gate", "dtype", "command") if key in row}
+            head = {key: row[key] for key in ("gate", "dtype", "command", "date") if key in row}
         else:
             rows.append({**head, **row})
     return rows
@@ -57,8 +56,9 @@ def key_of(row: dict) -> tuple:
 
 
 def by_key(rows: list, operation: str) -> dict:
-    """{(shape, gate, dtype, lengths): row}, the last of each."""
-    return {key_of(row): row for row in rows if row["operation"] == operation}
+    """{(shape, gate, dtype, lengths): row}, the newest of each."""
+    found = [row for row in rows if row["operation"] == operation]
+    return {key_of(row): row for row in sorted(found, key=lambda row: row.get("date", ""))}
 
 
 def ms(value: float) -> str:
@@ -87,7 +87,7 @@ def packed_text(lengths: str) -> str:
 
 
 def forwards() -> dict:
-    """Forwards timed alone or, where there is no such row, in a step."""
+    """Forwards timed alone or in a step, whichever is newer."""
     rows = rows_of("cuda_h200_chunk_bwd.json") + rows_of("cuda_h200_chunk_fwd.json")
     return by_key(rows, "chunk_fwd")
 
