@@ -193,8 +193,27 @@ def state_scan_section() -> str:
     return table([*columns, "dq_raw: floor", "dq_raw: measured"], lines)
 
 
+def speed_section() -> str:
+    """Softplus gate, bf16: what of the tables of the pages fits on the front page."""
+    alone = forwards()
+    steps = steps_of(rows_of("cuda_h200_chunk_bwd.json"))
+    lines = []
+    for B, T, H, HV, K, V in SHAPES.values():
+        key = ((B, T, H, HV, K, V), "softplus", "bf16", "")
+        if key not in alone or key not in steps:
+            continue
+        cells = [f"{B}, {T}, {HV}, {V}", ms(alone[key]["median_ms"])]
+        cells += [peers("chunk_fwd", key[0], "fla").split(" / ")[0]]
+        cells += [ms(sum(row["median_ms"] for row in steps[key]))]
+        cells += [peers("step", key[0], "fla").split(" / ")[0]]
+        lines.append(cells)
+    columns = ["B, T, heads, V", "forward, ms", "fla", "forward + backward, ms", "fla"]
+    return table(columns, lines)
+
+
 def sections() -> dict:
     return {
+        "README.md": {"speed": speed_section()},
         "docs/kernels/chunk_fwd.md": {
             "times": forward_section(),
             "other times": other_forward_section(),
