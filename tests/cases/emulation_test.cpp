@@ -51,6 +51,7 @@ TEST(Emulation, WithoutRoundingIsTheRecurrence) {
       CaseSpec spec = spec_of(family, DType::kBF16);
       spec.sizes = {1, 220, 1, 2, 64, 64, 0, 0};
       spec.cu_seqlens = {0, 0, 10, 210};
+      spec.poison_tail = true;
       spec.gate = gate;
       spec.qk_l2norm = gate != Gate::kNone;
       spec.beta_sigmoid = spec.allow_neg_eigval = gate == Gate::kSoftplus;
@@ -166,6 +167,7 @@ TEST(Emulation, BackwardWithoutRoundingIsTheRecurrence) {
       spec.gradients = true;
       spec.sizes = {1, 150, 1, 2, 64, 64, 0, 0};
       spec.cu_seqlens = {0, 0, 70, 140};
+      spec.poison_tail = true;
       spec.gate = gate;
       spec.qk_l2norm = gate != Gate::kNone;
       spec.beta_sigmoid = spec.allow_neg_eigval = gate == Gate::kSoftplus;

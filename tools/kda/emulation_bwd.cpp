@@ -242,10 +242,13 @@ class BackwardHead : public EmulatedHead {
   }
 };
 
-/// (3.3) for every row of x.
+/// (3.3) for every row of x. One that no sequence owns may be NaN; its gradient stays 0.
 void undo_norm(HostTensor& dx, const HostTensor& x) {
   const int64_t K = x.shape[3];
   for (int64_t first = 0; first < x.count(); first += K) {
+    bool is_zero = true;
+    for (int64_t c = first; c < first + K; ++c) is_zero = is_zero && dx.get(c) == 0;
+    if (is_zero) continue;
     double squares = 1e-6;
     double dot = 0;
     for (int64_t c = first; c < first + K; ++c) {
