@@ -114,8 +114,10 @@ def chunk_kda(
         use_beta_sigmoid_in_kernel: beta holds logits; with allow_neg_eigval it becomes 2 sigmoid.
         safe_gate: says that decays are at least lower_bound. Checked, otherwise of no effect:
             every gate is computed safely.
-        disable_recompute, use_graph, max_num_seqs: accepted, of no effect: what the backward needs
-            is recomputed, and every call can be captured in a CUDA graph.
+        disable_recompute: keeps the states entering each chunk for the backward, 2 K V bytes a
+            chunk and head in 16 bits, which otherwise walks for them again. Of no effect inside
+            torch.compile and wherever no gradient is asked for.
+        use_graph, max_num_seqs: accepted, of no effect: every call can be captured in a CUDA graph.
         return_intermediate_states: also returns the state entering each chunk, [B, NT, HV, K, V].
             Only inside torch.inference_mode, or with arrays.
         cu_seqlens: [N+1], int64 or int32: B is 1 and holds N sequences one after another.
@@ -129,6 +131,26 @@ def chunk_kda(
         (o, final_state), or (o, final_state, h). o: [B, T, HV, V] in the dtype of q. final_state:
         fp32 in the layout of initial_state, or None.
     """
+    if backend == "auto" and not kwargs:
+        tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+        options = (
+            scale,
+            output_final_state,
+            use_qk_l2norm_in_kernel,
+            use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel,
+            allow_neg_eigval,
+            safe_gate,
+            lower_bound,
+            return_intermediate_states,
+            state_v_first,
+            cp_context,
+            chunk_size,
+            disable_recompute,
+        )
+        result = _calls.chunk_again(tensors, options)
+        if result is not None:
+            return result
     call = dict(
         q=q,
         k=k,
@@ -227,6 +249,22 @@ def fused_recurrent_kda(
     Returns:
         (o, final_state). final_state is the tensor initial_state where that is updated in place.
     """
+    if backend == "auto" and not kwargs:
+        tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+        options = (
+            scale,
+            output_final_state,
+            use_qk_l2norm_in_kernel,
+            use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel,
+            allow_neg_eigval,
+            lower_bound,
+            state_v_first,
+            in_place,
+        )
+        result = _calls.recurrent_again((*tensors, state_indices, num_accepted), options)
+        if result is not None:
+            return result
     call = dict(
         q=q,
         k=k,

@@ -89,9 +89,12 @@ class BadUsage(ProgramTest):
             ["run"],
             ["run", "a"],
             ["run", "a", "-o", "b", "--threads", "-1"],
+            ["run", "a", "-o", "b", "--workspace-limit", "-1"],
+            ["bench", "--workspace-limit", "1G"],
             ["verify", "--what"],
             ["bench", "--shape", "1,2,3"],
             ["bench", "--shape", "1,2,3,4,5,x"],
+            ["bench", "--shape", "1,64,1,1,32,32", "--shape", "1,2,3"],
             ["bench", "--suite", "sprint"],
             ["bench", "--dtype", "int8"],
             ["bench", "--gate", "relu"],
@@ -575,6 +578,14 @@ class Bench(ProgramTest):
                          "kda bench --shape 1,64,1,1,32,32 --repeat 1 --device cpu "
                          "--impl 'cpu_chunk_fwd, cpu_chunk_bwd' --json")
 
+    def test_shapes_are_timed_one_after_the_other(self):
+        shapes = ([1, 64, 1, 1, 32, 32], [2, 32, 1, 2, 32, 16])
+        arguments = [word for shape in shapes for word in ("--shape", ",".join(map(str, shape)))]
+        result = kda("bench", "--suite", "prefill", *arguments, "--repeat", "1", "--device", "cpu",
+                     "--json")
+        self.check(result, 0)
+        self.assertEqual([row["shape"] for row in self.lines(result)[1:]], list(shapes))
+
     def test_packed_sequences_are_timed(self):
         result = kda("bench", "--suite", "prefill", "--shape", "1,48,1,2,32,32", "--lengths",
                      "16,0,31,1", "--repeat", "1", "--device", "cpu", "--json")
@@ -582,10 +593,25 @@ class Bench(ProgramTest):
         _, row = self.lines(result)
         self.assertEqual((row["sequences"], row["shape"]), (4, [1, 48, 1, 2, 32, 32]))
 
+    def test_a_step_that_keeps_its_states_moves_them_too(self):
+        moved = []
+        for more in ((), ("--checkpoints",)):
+            result = kda("bench", "--suite", "train", "--shape", "1,100,1,2,32,16", "--dtype",
+                         "fp32", "--repeat", "1", "--device", "cpu", "--json", *more)
+            self.check(result, 0)
+            moved.append([row["bytes"] for row in self.lines(result)[1:]])
+        h = 2 * 2 * 32 * 16 * 4  # two chunks, two heads
+        self.assertEqual(moved[1], [bytes + h for bytes in moved[0]])
+        result = kda("bench", "--suite", "decode", "--checkpoints", "--device", "cpu", "--json")
+        self.check(result, 2)
+        self.assertIn("decode", self.lines(result)[-1]["error"])
+
     def test_lengths_that_do_not_fit_are_named(self):
         for arguments, found in ((("--shape", "1,48,1,2,32,32", "--lengths", "16,31"), "sum is 47"),
                                  (("--shape", "2,48,1,2,32,32", "--lengths", "48"), "B = 2"),
-                                 (("--lengths", "48"), "--shape"),
+                                 (("--lengths", "48"), "0 of --shape"),
+                                 (("--shape", "1,48,1,2,32,32") * 2 + ("--lengths", "48"),
+                                  "2 of --shape"),
                                  (("--suite", "decode", "--lengths", "48"), "decode")):
             with self.subTest(found):
                 result = kda("bench", "--device", "cpu", "--json", *arguments)
@@ -632,6 +658,16 @@ class Stress(ProgramTest):
         # Every problem is one that the reference takes.
         tried = sum(row["calls"] for row in rows if row["impl"].startswith("reference_"))
         self.assertEqual(tried, 12)
+
+    def test_each_row_gets_a_share_of_the_calls(self):
+        result = kda("stress", "--seed", "4", "--problems", "60", "--device", "cpu", "--impl",
+                     "cpu", "--json")
+        self.check(result, 0)
+        (summary,) = self.lines(result)
+        self.assertEqual(summary["problems"], 60)
+        calls = {row["impl"]: row["calls"] for row in summary["implementations"]}
+        self.assertEqual(len(calls), 11)
+        self.assertGreaterEqual(min(calls.values()), 2, calls)
 
     def test_one_problem_can_be_repeated(self):
         ask = ("stress", "--seed", "4", "--case", "3", "--device", "cpu")
@@ -707,6 +743,28 @@ class SupportAndDoctor(ProgramTest):
         self.check(wrong, 2)
         self.assertIn("--state-dtype: found int8", wrong.stdout)
         self.check(kda(*ask, "--pool", "-1"), 2)
+
+    def test_support_says_the_workspace_and_keeps_to_a_limit(self):
+        ask = ("support", "--shape", "4,100,2,2,32,32", "--operation", "chunk_fwd", "--device",
+               "cpu", "--threads", "4", "--impl", "cpu", "--json", "--workspace-limit")
+        needed = [self.lines(kda(*ask, limit))[0]["workspace_bytes"] for limit in (0, 10**9)]
+        self.assertGreater(needed[0], 0)
+        self.assertEqual(needed[0], needed[1])
+        less = self.lines(kda(*ask, needed[0] - 1))[0]
+        self.assertTrue(less["chosen"])
+        self.assertLess(less["workspace_bytes"], needed[0])
+        refused = kda(*ask, 1)
+        self.check(refused, 3)
+        self.assertIn("workspace_limit: found 1 bytes, expected ", refused.stdout)
+        self.assertIn(f"workspace {needed[0]} bytes", kda(*ask[:-2]).stdout)
+
+    def test_run_and_bench_keep_to_a_limit(self):
+        case = DATA / "beta_zero.safetensors"
+        out = self.folder / "limited.safetensors"
+        for command in (("run", case, "-o", out),
+                        ("bench", "--shape", "1,64,1,1,32,32", "--repeat", "1")):
+            self.check(kda(*command, "--device", "cpu", "--workspace-limit", "1"), 3)
+            self.check(kda(*command, "--device", "cpu", "--workspace-limit", 10**9), 0)
 
     def test_support_goes_on_where_the_choice_has_nothing(self):
         result = kda("support", "--shape", "1,64,1,1,32,32", "--device", "cpu", "--impl",

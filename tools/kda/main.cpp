@@ -62,7 +62,7 @@ std::string check_integer(const std::string& text) {
   return "found " + text + ", expected an integer that fits 64 bits";
 }
 
-/// The same for --seed.
+/// The same for what has no sign.
 std::string check_unsigned(const std::string& text) {
   if (number_of<uint64_t>(text)) return "";
   return "found " + text + ", expected an integer from 0 to 2^64 - 1";
@@ -75,11 +75,14 @@ std::string check_seconds(const std::string& text) {
   return "found " + text + ", expected a number from 0.001 to 1e9";
 }
 
-void add_shape(CLI::App& app, std::vector<int64_t>& shape, std::string& dtype, std::string& gate) {
-  app.add_option("--shape", shape, "B,T,H,HV,K,V")
-      ->delimiter(',')
-      ->allow_extra_args(false)
-      ->check(check_integer);
+void add_workspace_limit(CLI::App& app, Common& common) {
+  app.add_option("--workspace-limit", common.workspace_limit,
+                 "Bytes of workspace that a call may use; 0: KDA_WORKSPACE_LIMIT, else no limit")
+      ->check(check_unsigned)
+      ->capture_default_str();
+}
+
+void add_types(CLI::App& app, std::string& dtype, std::string& gate) {
   app.add_option("--dtype", dtype, "bf16, fp16, fp32 or fp64")->capture_default_str();
   app.add_option("--gate", gate, "none, softplus or lower_bound")->capture_default_str();
 }
@@ -97,6 +100,7 @@ void add_run(CLI::App& app, RunCommand& command) {
       "Round q, k, v and do to bf16, fp16, fp32 or fp64; outputs follow, and fp64 makes "
       "every output fp64");
   add_common(*sub, command.common);
+  add_workspace_limit(*sub, command.common);
 }
 
 void add_verify(CLI::App& app, VerifyCommand& command) {
@@ -117,22 +121,35 @@ void add_bench(CLI::App& app, BenchCommand& command) {
       "Bytes count every tensor once; FLOP are those of the chunked form. The copy bandwidth is "
       "measured in\nthe same run. With neither --shape nor --suite: suite train.\n\n"
       "Example: kda bench --shape 1,4096,4,4,128,128 --dtype fp32 --device cpu");
-  add_shape(*sub, command.shape, command.dtype, command.gate);
+  sub->add_option_function<std::vector<int64_t>>(
+         "--shape",
+         [&command](const std::vector<int64_t>& shape) { command.shapes.push_back(shape); },
+         "B,T,H,HV,K,V; more than once: one after the other")
+      ->delimiter(',')
+      ->allow_extra_args(false)
+      ->check(check_integer)
+      ->trigger_on_parse();
+  add_types(*sub, command.dtype, command.gate);
   sub->add_option(
       "--suite", command.suite,
       "train (forward, backward), prefill (forward), decode (state in place and in a pool with "
       "skipped sequences, one token; on CUDA 1, 4 and 8), stages or host (what a call costs its "
-      "thread); at --shape if given");
-  sub->add_option("--lengths", command.lengths,
-                  "Lengths of packed sequences, with commas between: cu_seqlens for --shape, whose "
-                  "T is their sum")
+      "thread); at each --shape if given");
+  sub->add_option(
+         "--lengths", command.lengths,
+         "Lengths of packed sequences, with commas between: cu_seqlens for the one --shape, "
+         "whose T is their sum")
       ->delimiter(',')
       ->allow_extra_args(false)
       ->check(check_integer);
+  sub->add_flag("--checkpoints", command.checkpoints,
+                "Suite train: the forward writes h, the states every 64 tokens, and the backward "
+                "reads it");
   sub->add_option("--repeat", command.repeat, "Timed runs, fewer if they take over 10 s")
       ->check(CLI::Range(1, 100000))
       ->capture_default_str();
   add_common(*sub, command.common);
+  add_workspace_limit(*sub, command.common);
 }
 
 void add_support(CLI::App& app, SupportCommand& command) {
@@ -141,7 +158,11 @@ void add_support(CLI::App& app, SupportCommand& command) {
       "With --shape: for each operation, which implementation is chosen and why each other one is "
       "not.\n\nExample: kda support --shape 1,4096,32,32,128,128 --dtype bf16 --gate softplus "
       "--operation chunk_fwd");
-  add_shape(*sub, command.shape, command.dtype, command.gate);
+  sub->add_option("--shape", command.shape, "B,T,H,HV,K,V")
+      ->delimiter(',')
+      ->allow_extra_args(false)
+      ->check(check_integer);
+  add_types(*sub, command.dtype, command.gate);
   sub->add_option("--operation", command.operation, "chunk_fwd, chunk_bwd, recurrent or a stage");
   sub->add_option("--sequences", command.sequences, "Packed sequences (cu_seqlens); 0: none")
       ->check(check_integer);
@@ -156,6 +177,7 @@ void add_support(CLI::App& app, SupportCommand& command) {
                   "(recurrent alone); 0: none")
       ->check(check_integer);
   add_common(*sub, command.common);
+  add_workspace_limit(*sub, command.common);
 }
 
 void add_doctor(CLI::App& app, Common& common) {

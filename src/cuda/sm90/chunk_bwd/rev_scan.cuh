@@ -123,8 +123,7 @@ struct ReverseConsumer : ForwardConsumer<IoType, HeadSize, Walk::kReverse> {
   }
 
   template <bool kTrusting>
-  __device__ bool run() const {
-    float state[kState];
+  __device__ __forceinline__ void walk(float (&state)[kState]) const {
     this->load_state(state);
     // Without a chunk the gradient passes bit for bit.
     const float mantissa = this->work.chunks > 0 ? this->p.mantissa : 1;
@@ -144,9 +143,6 @@ struct ReverseConsumer : ForwardConsumer<IoType, HeadSize, Walk::kReverse> {
     }
 #pragma unroll
     for (int i = 0; i < kState; ++i) state[i] *= mantissa * unit;
-    this->store_state(state);
-    this->finish_stores();
-    return false;
   }
 };
 

@@ -39,6 +39,9 @@
 // not finite walks once more, with care (not_finite.cuh), before it stores the state.
 //
 // Beside prep (ScanParams.ready) the loading warp also waits for the flags of the records.
+//
+// Where the caller kept the checkpoints of the forward, the re-scan walks segments too, each from
+// the checkpoint at its first token, and leaves v_new alone.
 #pragma once
 
 #include "cuda/sm90/chunk_fwd/scan_consumer.cuh"
@@ -47,22 +50,21 @@
 
 namespace kda::cuda::sm90 {
 
-/// A walk by all warps of a block; whether to walk again.
+/// A walk by all warps of a block.
 template <class Consumer, bool kTrusting>
-__device__ __forceinline__ bool walk_chunks(const ScanParams& p, const ForwardWork& work,
+__device__ __forceinline__ void walk_chunks(const ScanParams& p, const ForwardWork& work,
                                             const ForwardMemory<Consumer::K>& memory,
-                                            ForwardBarriers& barriers, int warp) {
+                                            ForwardBarriers& barriers, const Consumer& consumer,
+                                            float (&state)[Consumer::kState], int warp) {
   if (warp < 4 * p.shape.groups) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    return Consumer(p, work, memory, barriers, warp, lane).template run<kTrusting>();
-  }
-  if (warp == 4 * p.shape.groups) {
+    consumer.template walk<kTrusting>(state);
+  } else if (warp == 4 * p.shape.groups) {
     load_chunks<typename Consumer::Io, Consumer::K, Consumer::kWalk>(p, work, memory, barriers);
   } else if constexpr (kHasStoringWarps<Consumer::kWalk>) {
     const int group = warp - 4 * p.shape.groups - 1;
-    store_chunks<Consumer::K, Consumer::kWalk>(p, work, memory, barriers, group);
+    store_chunks<typename Consumer::Io, Consumer::K, Consumer::kWalk>(p, work, memory, barriers,
+                                                                      group);
   }
-  return kTrusting && walks_again(false);
 }
 
 /// Consumer: ForwardConsumer or what walks like it.
@@ -70,28 +72,35 @@ template <class Consumer>
 __global__ void __maxnreg__(kScanRegisters) sm90_chunk_scan(const __grid_constant__ ScanParams p) {
   extern __shared__ __align__(1024) unsigned char dynamic[];
   __shared__ ForwardBarriers barriers;
-  // The reverse scan needs the records alone, which are complete: it starts as soon as the blocks
-  // of the re-scan are all running, and ends after them. What follows the summary waits for it.
-  if constexpr (Consumer::kWalk == Walk::kRescan || Consumer::kWalk == Walk::kSummary) {
-    cudaTriggerProgrammaticLaunchCompletion();
-  }
+  // Both scans of the backward need the records alone, which are complete: the second one starts as
+  // soon as the blocks of the first are all running, and ends after them. What follows the summary
+  // waits for it.
+  if constexpr (Consumer::kWalk != Walk::kForward) cudaTriggerProgrammaticLaunchCompletion();
   const ForwardWork work = forward_work(p);
-  if (p.segment > 0) cudaGridDependencySynchronize();
+  if (Consumer::kWalk != Walk::kRescan && p.segment > 0) cudaGridDependencySynchronize();
   if (nothing_to_do<Consumer::kWalk>(p, work)) return;
   if (threadIdx.x == 0) init(barriers, p.shape);
   __syncthreads();
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+  const bool consumes = warp < 4 * p.shape.groups;
   const ForwardMemory<Consumer::K> memory{dynamic, p.shape.groups, p.shape.stages};
-  if constexpr (kTrusts<Consumer::kWalk>) {
-    if (walk_chunks<Consumer, true>(p, work, memory, barriers, warp)) {
+  const Consumer consumer(p, work, memory, barriers, warp, static_cast<int>(threadIdx.x) % 32);
+  float state[Consumer::kState];
+  constexpr bool kTrusting = kTrusts<Consumer::kWalk>;
+  walk_chunks<Consumer, kTrusting>(p, work, memory, barriers, consumer, state, warp);
+  if constexpr (kTrusting) {
+    if (__syncthreads_or(consumes && !all_finite(state))) {
       restart(barriers, p.shape);
-      walk_chunks<Consumer, false>(p, work, memory, barriers, warp);
+      walk_chunks<Consumer, false>(p, work, memory, barriers, consumer, state, warp);
     }
-  } else {
-    walk_chunks<Consumer, false>(p, work, memory, barriers, warp);
   }
-  // What ran beside this kernel has to be over when this kernel is.
-  if constexpr (Consumer::kWalk != Walk::kRescan) cudaGridDependencySynchronize();
+  if (consumes) consumer.finish(state);
+  // What ran beside this kernel has to be over when this kernel is. Blocks of segments are many and
+  // short, and each that waited would keep an SM from the next: block 0, which always has a
+  // segment, waits for all.
+  if (Consumer::kWalk != Walk::kRescan || (p.segment > 0 && blockIdx.x == 0)) {
+    cudaGridDependencySynchronize();
+  }
 }
 
 }  // namespace kda::cuda::sm90

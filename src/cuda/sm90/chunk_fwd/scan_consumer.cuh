@@ -104,6 +104,12 @@ struct ForwardConsumer {
     }
   }
 
+  /// Of `starts`, which kRescan finds in h; wrong cu_seqlens must not lead out of it.
+  __device__ __forceinline__ int64_t start_row() const {
+    if constexpr (kWalk != Walk::kRescan) return work.segment.row;
+    return min(int64_t{work.first_h}, p.h_row_count - 1);
+  }
+
   /// kForward takes initial_state only where no other block of its launch can have written
   /// final_state, which may be the same memory: where a sequence is cut, it takes the copy that the
   /// summary has made.
@@ -117,7 +123,7 @@ struct ForwardConsumer {
     }
     const bool given = is_first && (kWalk != Walk::kForward || work.segment.is_last);
     with_state(given ? p.initial_state : p.starts, [&](auto* from) {
-      each_element(given ? p.initial_state : p.starts, given ? work.sequence : work.segment.row,
+      each_element(given ? p.initial_state : p.starts, given ? work.sequence : start_row(),
                    column(),
                    [&](int i, int64_t offset) { state[i] = to_real<float>(from[offset]); });
     });
@@ -154,7 +160,7 @@ struct ForwardConsumer {
   __device__ __forceinline__ void store_h(const uint32_t (&h)[kState / 2], int32_t chunk) const {
     if (!has_h<kWalk>(p, work, chunk)) return;
     if constexpr (kHasStoringWarps<kWalk>) {
-      wait_for(&barriers.h_free[group], (chunk >> h_shift(p) & 1) ^ 1);
+      wait_for(&barriers.h_free[group], (chunk >> h_shift(p) & 1) ^ 1u);
     }
     unsigned char* const staging = memory.h(group);
 #pragma unroll
@@ -170,38 +176,32 @@ struct ForwardConsumer {
   /// First of this warpgroup's columns of V.
   __device__ __forceinline__ int32_t column() const { return column_of(work, group); }
 
-  /// Before store_o, of which it takes a wait away.
-  __device__ __forceinline__ void wait_for_o_staging(int32_t chunk) const {
-    if constexpr (kHasStoringWarps<kWalk>) {
-      wait_for(&barriers.o_free[group][chunk % 2], (chunk / 2 & 1) ^ 1);
-    }
+  __device__ __forceinline__ Phase o_free(int32_t chunk) const {
+    return {&barriers.o_free[group][chunk % 2], (chunk / 2 & 1) ^ 1u};
   }
 
-  /// Rows of o of a chunk, from registers to the staging and on to memory. Without storing warps
-  /// the barrier that orders writing before reading also tells that the copies from the other
-  /// buffer are over.
-  template <bool kPlain = false>
+  /// Rows of o of a chunk, from registers to the staging, which is free, and on to memory. Without
+  /// storing warps the barrier that orders writing before reading also tells that the copies from
+  /// the other buffer are over.
   __device__ __forceinline__ void store_o(const uint32_t (&o)[8], int32_t chunk) const {
     unsigned char* const staging = memory.o(group, chunk % 2);
     stmatrix_transposed(panel_line(staging, 0), o);
     stmatrix_transposed(panel_line(staging, 1), o + 4);
-    publish_to_async_proxy();
-    const int rows = kPlain ? kChunk : rows_of(work, chunk);
     if constexpr (kHasStoringWarps<kWalk>) {
-      if (rows == kChunk) return barrier_arrive(o_barrier(group, chunk % 2), kStoringThreads);
-    } else if (thread == 0) {
-      wait_for_copies_to_read();
+      return barrier_arrive(o_barrier(group, chunk % 2), kStoringThreads);
     }
+    publish_to_async_proxy();
+    if (thread == 0) wait_for_copies_to_read();
     sync();
+    const int rows = rows_of(work, chunk);
     if (rows < kChunk) {
-      store_rows<Io>(p, work, group, chunk, staging, rows, thread);
+      store_rows<Io, 128>(p, work, group, chunk, staging, rows, thread);
     } else if (thread == 0) {
       copy_o(p, work, group, chunk, staging);
     }
   }
 
   /// Once a chunk's stage is full: its tile of v or do.
-  template <bool kPlain = false>
   __device__ __forceinline__ void load_tokens(uint32_t (&x)[8], const StagePosition& position,
                                               int32_t chunk) const {
     wait_for(&barriers.full[position.stage], position.parity);
@@ -210,7 +210,7 @@ struct ForwardConsumer {
       for (uint32_t& pair : x) pair = 0;
       return;
     }
-    read_tokens<kPlain>(x, position.stage, chunk);
+    read_tokens(x, position.stage, chunk);
   }
 
   /// Transposed; zeros beyond the sequence, where the tile may hold rows of another.
@@ -263,17 +263,29 @@ struct ForwardConsumer {
                                             (i / 2 * 8 + at.column) * 4);
   }
 
-  __device__ __forceinline__ void decay(float (&state)[kState], const unsigned char* record) const {
-    const auto* const factor = reinterpret_cast<const float*>(record + Record<K>::kDecay);
+  /// Factors of the state, 2^G_end, pair i of the columns of k that this thread holds.
+  __device__ __forceinline__ float2 factors_of(const unsigned char* record, int i) const {
+    return *reinterpret_cast<const float2*>(record + Record<K>::kDecay + (8 * i + at.column) * 4);
+  }
+  /// first: the first factors, read ahead.
+  template <int N>
+  __device__ __forceinline__ void decay(float (&state)[kState], const float2 (&first)[N],
+                                        const unsigned char* record) const {
+    pin(state);
 #pragma unroll
     for (int i = 0; i < kState / 4; ++i) {
-      const float2 f = *reinterpret_cast<const float2*>(factor + 8 * i + at.column);
+      const float2 f = i < N ? first[i] : factors_of(record, i);
       state[4 * i] *= f.x;
       state[4 * i + 1] *= f.y;
       state[4 * i + 2] *= f.x;
       state[4 * i + 3] *= f.y;
     }
-    pin(state);  // here, under the product in flight, and not where the compiler would sink it to
+    pin(state);  // here, under the products in flight, and not where the compiler would move it to
+  }
+
+  __device__ __forceinline__ void decay(float (&state)[kState], const unsigned char* record) const {
+    const float2 first[1] = {factors_of(record, 0)};
+    decay(state, first, record);
   }
 
   /// The products before the last `Groups` are over at this point in any case. Without this
@@ -327,6 +339,9 @@ struct ForwardConsumer {
     [[maybe_unused]] float O[16];
     multiply_packed(Z, h, state, ke);
     wgmma_commit();
+    float2 factors[kState / 16];  // before the instructions of O, under which they arrive
+#pragma unroll
+    for (int i = 0; i < kState / 16; ++i) factors[i] = factors_of(record, i);
     if constexpr (kHasO) {
 #pragma unroll
       for (int step = 0; step < K / 16; ++step) {
@@ -338,7 +353,7 @@ struct ForwardConsumer {
     const bool spoilt = kHasO && !kPlain && any_not_finite<Io>(v);
     if (spoilt) clear_not_finite<Io>(v);
     older_products_are_over<kHasO ? 2 : 1>();
-    decay(state, record);
+    decay(state, factors, record);
     wgmma_wait<kHasO ? 1 : 0>();
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -355,6 +370,11 @@ struct ForwardConsumer {
     wgmma_rs<Io, Major::kSummed>(V, v, T.columns(0), false);
     wgmma_rs<Io, Major::kSummed>(V, v + 4, T.columns(1), true);
     wgmma_commit();
+    const bool goes_on = kPlain || c + 1 < work.chunks;
+    // Asked under the product, for an answer takes as long.
+    [[maybe_unused]] const Phase next_full{&barriers.full[next.stage], next.parity};
+    const bool is_next_full = kHasO && goes_on && is_over(next_full);
+    const bool is_staging_free = kHasO && is_over(o_free(c));
     wgmma_wait<0>();
     if constexpr (kWalk != Walk::kSummary) store_h(h, c);
     uint32_t v_new[8];
@@ -369,20 +389,22 @@ struct ForwardConsumer {
     wgmma_rs<Io, Major::kOuter>(state, v_new, kg.rows(0), true);
     wgmma_rs<Io, Major::kOuter>(state, v_new + 4, kg.rows(1), true);
     wgmma_commit();
-    if constexpr (kHasO) wait_for_o_staging(c);
-    const bool goes_on = kPlain || c + 1 < work.chunks;
-    if constexpr (kPlain) load_tokens<true>(v, next, c + 1);
     if constexpr (kHasO) {
+      if (goes_on) {
+        if (!is_next_full) wait_for(next_full);
+        read_tokens<kPlain>(v, next.stage, c + 1);
+      }
+      if (!is_staging_free) wait_for(o_free(c));
       wgmma_wait<1>();
       uint32_t o[8];
 #pragma unroll
       for (int i = 0; i < 8; ++i) o[i] = pack<Io>(p.scale * O[2 * i], p.scale * O[2 * i + 1]);
       if (spoilt) spoil_o(o, position.stage, c);
-      store_o<kPlain>(o, c);
-    } else if constexpr (kWalk != Walk::kSummary) {
-      store_o(v_new, c);
+      store_o(o, c);
+    } else {
+      if constexpr (kWalk != Walk::kSummary) store_o(v_new, c);
+      if (goes_on) load_tokens(v, next, c + 1);
     }
-    if (!kPlain && goes_on) load_tokens(v, next, c + 1);
     wgmma_wait<0>();
     if (spoilt) spoil_state(state, position.stage, c);
     release(position);
@@ -390,6 +412,7 @@ struct ForwardConsumer {
 
   template <bool kTrusting>
   __device__ __forceinline__ void walk(float (&state)[kState]) const {
+    load_state(state);
     StagePosition position;
     uint32_t v[8];
     if (work.chunks > 0) load_tokens(v, position, 0);
@@ -408,21 +431,9 @@ struct ForwardConsumer {
     while (c < work.chunks) step(std::bool_constant<false>{});
   }
 
-  /// Whether to walk again, with care.
-  template <bool kTrusting>
-  __device__ __forceinline__ bool run() const {
-    float state[kState];
-    load_state(state);
-    walk<kTrusting>(state);
-    if (kTrusting && walks_again(!all_finite(state))) return true;
+  __device__ __forceinline__ void finish(const float (&state)[kState]) const {
     store_state(state);
-    finish_stores();
-    return false;
-  }
-
-  /// The staging may go once the copies have read it.
-  __device__ __forceinline__ void finish_stores() const {
-    if (thread == 0) wait_for_copies_to_read();
+    if (!kHasStoringWarps<kWalk> && thread == 0) wait_for_copies_to_read();
   }
 };
 

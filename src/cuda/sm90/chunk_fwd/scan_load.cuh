@@ -97,12 +97,6 @@ __device__ __forceinline__ int32_t whole_chunks(const ForwardWork& work) {
 template <Walk kWalk>
 inline constexpr bool kTrusts = kWalk == Walk::kForward;
 
-/// All warps of a block ask after a trusting walk, with what they found.
-__device__ __forceinline__ bool walks_again(bool spoilt) {
-  __syncwarp();
-  return barrier_any(0, static_cast<int>(blockDim.x), spoilt);
-}
-
 struct ForwardBarriers {
   uint64_t full[kMostStages];
   uint64_t empty[kMostStages];
@@ -119,8 +113,8 @@ __device__ __forceinline__ void each_barrier(ForwardBarriers& barriers, const Sc
     f(&barriers.empty[i], 128 * shape.groups);
   }
   for (int group = 0; group < shape.groups; ++group) {
-    f(&barriers.o_free[group][0], 1);
-    f(&barriers.o_free[group][1], 1);
+    f(&barriers.o_free[group][0], 32);
+    f(&barriers.o_free[group][1], 32);
     f(&barriers.h_free[group], 1);
   }
 }

@@ -60,12 +60,12 @@ __device__ __forceinline__ void copy_o(const ScanParams& p, const ForwardWork& w
   ptx::cp_async_bulk_commit_group();
 }
 
-/// Rows of o of a chunk whose other rows may be another sequence's, from its consumer's threads.
-template <class Io>
+/// Rows of o of a chunk, by some warps; the other rows may be another sequence's.
+template <class Io, int kThreads>
 __device__ __forceinline__ void store_rows(const ScanParams& p, const ForwardWork& work, int group,
                                            int32_t chunk, const unsigned char* staging, int rows,
                                            int thread) {
-  constexpr int kRowsAtOnce = 128 / 8;
+  constexpr int kRowsAtOnce = kThreads / 8;
   const int64_t token = work.range.begin + int64_t{chunk} * kChunk;
   Io* const to = static_cast<Io*>(p.o.data) + token_offset(p.o, work.range.batch, token, work.hv) +
                  column_of(work, group) + thread % 8 * kUnitElements;
@@ -83,30 +83,31 @@ __device__ __forceinline__ void wait_for_copies_to_read() {
   ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>{});
 }
 
-/// The storing warp of a consumer warpgroup.
-template <int K, Walk kWalk>
+/// The storing warp of a consumer warpgroup. o passes through its registers: for a copy by TMA the
+/// consumers would have to wait until their writes are visible to it.
+template <class Io, int K, Walk kWalk>
 __device__ void store_chunks(const ScanParams& p, const ForwardWork& work,
                              const ForwardMemory<K>& memory, ForwardBarriers& barriers, int group) {
-  const bool leads = threadIdx.x % 32 == 0;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
   for (int32_t chunk = 0; chunk < work.chunks; ++chunk) {
     const bool with_h = has_h<kWalk>(p, work, chunk);
     if (with_h) {
       barrier_sync(h_barrier(group), kStoringThreads);
-      if (leads) copy_h(p, work, group, chunk, memory.h(group));
+      if (lane == 0) copy_h(p, work, group, chunk, memory.h(group));
     }
-    if (rows_of(work, chunk) < kChunk) break;  // the consumer's own, the last ones
     const int buffer = chunk % 2;
     barrier_sync(o_barrier(group, buffer), kStoringThreads);
-    if (leads) {
-      copy_o(p, work, group, chunk, memory.o(group, buffer));
+    store_rows<Io, 32>(p, work, group, chunk, memory.o(group, buffer), rows_of(work, chunk), lane);
+    ptx::mbarrier_arrive(&barriers.o_free[group][buffer]);
+    if (with_h && lane == 0) {
       wait_for_copies_to_read();
-      ptx::mbarrier_arrive(&barriers.o_free[group][buffer]);
-      if (with_h) ptx::mbarrier_arrive(&barriers.h_free[group]);
+      ptx::mbarrier_arrive(&barriers.h_free[group]);
     }
     __syncwarp();
   }
   // Until they have written, too: the block may walk again.
-  if (leads) ptx::cp_async_bulk_wait_group(ptx::n32_t<0>{});
+  if (lane == 0) ptx::cp_async_bulk_wait_group(ptx::n32_t<0>{});
+  __syncwarp();
 }
 
 }  // namespace kda::cuda::sm90
