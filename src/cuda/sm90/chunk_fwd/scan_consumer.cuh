@@ -195,7 +195,7 @@ struct ForwardConsumer {
     sync();
     const int rows = rows_of(work, chunk);
     if (rows < kChunk) {
-      store_rows<Io, 128>(p, work, group, chunk, staging, rows, thread);
+      store_rows<Io>(p, work, group, chunk, staging, rows, thread);
     } else if (thread == 0) {
       copy_o(p, work, group, chunk, staging);
     }
@@ -263,29 +263,17 @@ struct ForwardConsumer {
                                             (i / 2 * 8 + at.column) * 4);
   }
 
-  /// Factors of the state, 2^G_end, pair i of the columns of k that this thread holds.
-  __device__ __forceinline__ float2 factors_of(const unsigned char* record, int i) const {
-    return *reinterpret_cast<const float2*>(record + Record<K>::kDecay + (8 * i + at.column) * 4);
-  }
-  /// first: the first factors, read ahead.
-  template <int N>
-  __device__ __forceinline__ void decay(float (&state)[kState], const float2 (&first)[N],
-                                        const unsigned char* record) const {
-    pin(state);
+  __device__ __forceinline__ void decay(float (&state)[kState], const unsigned char* record) const {
+    const auto* const factor = reinterpret_cast<const float*>(record + Record<K>::kDecay);
 #pragma unroll
     for (int i = 0; i < kState / 4; ++i) {
-      const float2 f = i < N ? first[i] : factors_of(record, i);
+      const float2 f = *reinterpret_cast<const float2*>(factor + 8 * i + at.column);
       state[4 * i] *= f.x;
       state[4 * i + 1] *= f.y;
       state[4 * i + 2] *= f.x;
       state[4 * i + 3] *= f.y;
     }
-    pin(state);  // here, under the products in flight, and not where the compiler would move it to
-  }
-
-  __device__ __forceinline__ void decay(float (&state)[kState], const unsigned char* record) const {
-    const float2 first[1] = {factors_of(record, 0)};
-    decay(state, first, record);
+    pin(state);  // here, under the product in flight, and not where the compiler would sink it to
   }
 
   /// The products before the last `Groups` are over at this point in any case. Without this
@@ -339,9 +327,6 @@ struct ForwardConsumer {
     [[maybe_unused]] float O[16];
     multiply_packed(Z, h, state, ke);
     wgmma_commit();
-    float2 factors[kState / 16];  // before the instructions of O, under which they arrive
-#pragma unroll
-    for (int i = 0; i < kState / 16; ++i) factors[i] = factors_of(record, i);
     if constexpr (kHasO) {
 #pragma unroll
       for (int step = 0; step < K / 16; ++step) {
@@ -353,7 +338,7 @@ struct ForwardConsumer {
     const bool spoilt = kHasO && !kPlain && any_not_finite<Io>(v);
     if (spoilt) clear_not_finite<Io>(v);
     older_products_are_over<kHasO ? 2 : 1>();
-    decay(state, factors, record);
+    decay(state, record);
     wgmma_wait<kHasO ? 1 : 0>();
 #pragma unroll
     for (int i = 0; i < 8; ++i) {

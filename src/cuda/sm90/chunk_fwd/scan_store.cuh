@@ -60,22 +60,51 @@ __device__ __forceinline__ void copy_o(const ScanParams& p, const ForwardWork& w
   ptx::cp_async_bulk_commit_group();
 }
 
-/// Rows of o of a chunk, by some warps; the other rows may be another sequence's.
-template <class Io, int kThreads>
+/// Units of 16 bytes of a tile of o, of which `Threads` threads take one each of some rows.
+template <class Io, int Threads>
+struct OUnits {
+  static constexpr int kRowsAtOnce = Threads / 8;
+  static constexpr int kRows = kChunk / kRowsAtOnce;  ///< of each thread
+
+  Io* to;
+  int64_t stride;
+  int first_row;
+  int unit;
+
+  __device__ __forceinline__ OUnits(const ScanParams& p, const ForwardWork& work, int group,
+                                    int32_t chunk, int thread)
+      : stride(p.o.stride[1]), first_row(thread / 8), unit(thread % 8) {
+    const int64_t token = work.range.begin + int64_t{chunk} * kChunk;
+    to = static_cast<Io*>(p.o.data) + token_offset(p.o, work.range.batch, token, work.hv) +
+         column_of(work, group) + unit * kUnitElements;
+  }
+  __device__ __forceinline__ void load(uint4 (&x)[kRows], const unsigned char* staging) const {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int row = first_row + i * kRowsAtOnce;
+      x[i] = *reinterpret_cast<const uint4*>(staging + unit_offset(row, unit));
+    }
+  }
+  /// Those of the first rows; the others may be another sequence's.
+  __device__ __forceinline__ void store(const uint4 (&x)[kRows], int rows) const {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int row = first_row + i * kRowsAtOnce;
+      if (row < rows) *reinterpret_cast<uint4*>(to + row * stride) = x[i];
+    }
+  }
+};
+
+/// Of a chunk whose other rows may be another sequence's, by the consumer's threads.
+template <class Io>
 __device__ __forceinline__ void store_rows(const ScanParams& p, const ForwardWork& work, int group,
                                            int32_t chunk, const unsigned char* staging, int rows,
                                            int thread) {
-  constexpr int kRowsAtOnce = kThreads / 8;
-  const int64_t token = work.range.begin + int64_t{chunk} * kChunk;
-  Io* const to = static_cast<Io*>(p.o.data) + token_offset(p.o, work.range.batch, token, work.hv) +
-                 column_of(work, group) + thread % 8 * kUnitElements;
-#pragma unroll
-  for (int row = thread / 8; row < kChunk; row += kRowsAtOnce) {
-    if (row < rows) {
-      *reinterpret_cast<uint4*>(to + row * p.o.stride[1]) =
-          *reinterpret_cast<const uint4*>(staging + unit_offset(row, thread % 8));
-    }
-  }
+  using Units = OUnits<Io, 128>;
+  const Units units(p, work, group, chunk, thread);
+  uint4 x[Units::kRows];
+  units.load(x, staging);
+  units.store(x, rows);
 }
 
 /// The staging may be written, or go, once the copies that this thread started have read it.
@@ -97,8 +126,12 @@ __device__ void store_chunks(const ScanParams& p, const ForwardWork& work,
     }
     const int buffer = chunk % 2;
     barrier_sync(o_barrier(group, buffer), kStoringThreads);
-    store_rows<Io, 32>(p, work, group, chunk, memory.o(group, buffer), rows_of(work, chunk), lane);
+    using Units = OUnits<Io, 32>;
+    const Units units(p, work, group, chunk, lane);
+    uint4 x[Units::kRows];
+    units.load(x, memory.o(group, buffer));
     ptx::mbarrier_arrive(&barriers.o_free[group][buffer]);
+    units.store(x, rows_of(work, chunk));
     if (with_h && lane == 0) {
       wait_for_copies_to_read();
       ptx::mbarrier_arrive(&barriers.h_free[group]);
