@@ -50,20 +50,22 @@
 
 namespace kda::cuda::sm90 {
 
-/// A walk by all warps of a block.
+/// A walk by all warps of a block. before: chunks of an earlier one.
 template <class Consumer, bool kTrusting>
 __device__ __forceinline__ void walk_chunks(const ScanParams& p, const ForwardWork& work,
                                             const ForwardMemory<Consumer::K>& memory,
                                             ForwardBarriers& barriers, const Consumer& consumer,
-                                            float (&state)[Consumer::kState], int warp) {
+                                            float (&state)[Consumer::kState], int32_t before,
+                                            int warp) {
   if (warp < 4 * p.shape.groups) {
-    consumer.template walk<kTrusting>(state);
+    consumer.template walk<kTrusting>(state, before);
   } else if (warp == 4 * p.shape.groups) {
-    load_chunks<typename Consumer::Io, Consumer::K, Consumer::kWalk>(p, work, memory, barriers);
+    load_chunks<typename Consumer::Io, Consumer::K, Consumer::kWalk>(p, work, memory, barriers,
+                                                                     before);
   } else if constexpr (kHasStoringWarps<Consumer::kWalk>) {
     const int group = warp - 4 * p.shape.groups - 1;
     store_chunks<typename Consumer::Io, Consumer::K, Consumer::kWalk>(p, work, memory, barriers,
-                                                                      group);
+                                                                      group, before);
   }
 }
 
@@ -87,11 +89,11 @@ __global__ void __maxnreg__(kScanRegisters) sm90_chunk_scan(const __grid_constan
   const Consumer consumer(p, work, memory, barriers, warp, static_cast<int>(threadIdx.x) % 32);
   float state[Consumer::kState];
   constexpr bool kTrusting = kTrusts<Consumer::kWalk>;
-  walk_chunks<Consumer, kTrusting>(p, work, memory, barriers, consumer, state, warp);
+  walk_chunks<Consumer, kTrusting>(p, work, memory, barriers, consumer, state, 0, warp);
   if constexpr (kTrusting) {
     if (__syncthreads_or(consumes && !all_finite(state))) {
-      restart(barriers, p.shape);
-      walk_chunks<Consumer, false>(p, work, memory, barriers, consumer, state, warp);
+      __syncthreads();  // or the compiler spills for what both walks need
+      walk_chunks<Consumer, false>(p, work, memory, barriers, consumer, state, work.chunks, warp);
     }
   }
   if (consumes) consumer.finish(state);

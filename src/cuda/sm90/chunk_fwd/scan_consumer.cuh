@@ -157,10 +157,11 @@ struct ForwardConsumer {
 
   /// h^T packed, to the staging and on to the checkpoint. Without storing warps, what left the
   /// staging before was waited for in store_o since.
-  __device__ __forceinline__ void store_h(const uint32_t (&h)[kState / 2], int32_t chunk) const {
+  __device__ __forceinline__ void store_h(const uint32_t (&h)[kState / 2], int32_t chunk,
+                                          int32_t before) const {
     if (!has_h<kWalk>(p, work, chunk)) return;
     if constexpr (kHasStoringWarps<kWalk>) {
-      wait_for(&barriers.h_free[group], (chunk >> h_shift(p) & 1) ^ 1u);
+      wait_for(h_free(chunk, before));
     }
     unsigned char* const staging = memory.h(group);
 #pragma unroll
@@ -176,19 +177,27 @@ struct ForwardConsumer {
   /// First of this warpgroup's columns of V.
   __device__ __forceinline__ int32_t column() const { return column_of(work, group); }
 
-  __device__ __forceinline__ Phase o_free(int32_t chunk) const {
-    return {&barriers.o_free[group][chunk % 2], (chunk / 2 & 1) ^ 1u};
+  /// When the staging of o and h of a chunk is free; before: chunks of an earlier walk.
+  __device__ __forceinline__ Phase o_free(int32_t turn) const {
+    return {&barriers.o_free[group][turn % 2], (turn / 2 & 1) ^ 1u};
+  }
+  __device__ __forceinline__ Phase h_free(int32_t chunk, int32_t before) const {
+    const int shift = h_shift(p);
+    const int32_t turn = ((before + shift) >> shift) + (chunk >> shift);
+    return {&barriers.h_free[group], (turn & 1) ^ 1u};
   }
 
   /// Rows of o of a chunk, from registers to the staging, which is free, and on to memory. Without
   /// storing warps the barrier that orders writing before reading also tells that the copies from
   /// the other buffer are over.
-  __device__ __forceinline__ void store_o(const uint32_t (&o)[8], int32_t chunk) const {
-    unsigned char* const staging = memory.o(group, chunk % 2);
+  __device__ __forceinline__ void store_o(const uint32_t (&o)[8], int32_t chunk,
+                                          int32_t before) const {
+    const int buffer = (before + chunk) % 2;
+    unsigned char* const staging = memory.o(group, buffer);
     stmatrix_transposed(panel_line(staging, 0), o);
     stmatrix_transposed(panel_line(staging, 1), o + 4);
     if constexpr (kHasStoringWarps<kWalk>) {
-      return barrier_arrive(o_barrier(group, chunk % 2), kStoringThreads);
+      return barrier_arrive(o_barrier(group, buffer), kStoringThreads);
     }
     publish_to_async_proxy();
     if (thread == 0) wait_for_copies_to_read();
@@ -306,12 +315,12 @@ struct ForwardConsumer {
     }
   }
 
-  /// v: of chunk c, and afterwards of the one that follows. kPlain: both have all their rows, and v
-  /// is taken for finite. What other chunks need would lie between the instructions that every
-  /// chunk needs, and be jumped over.
+  /// v: of chunk c, and afterwards of the one that follows. before: chunks of an earlier walk.
+  /// kPlain: both have all their rows, and v is taken for finite. What other chunks need would lie
+  /// between the instructions that every chunk needs, and be jumped over.
   template <bool kPlain>
   __device__ __forceinline__ void chunk(float (&state)[kState], uint32_t (&v)[8], int32_t c,
-                                        const StagePosition& position,
+                                        int32_t before, const StagePosition& position,
                                         const StagePosition& next) const {
     const unsigned char* const record = memory.record(position.stage);
     const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(record));
@@ -359,9 +368,9 @@ struct ForwardConsumer {
     // Asked under the product, for an answer takes as long.
     [[maybe_unused]] const Phase next_full{&barriers.full[next.stage], next.parity};
     const bool is_next_full = kHasO && goes_on && is_over(next_full);
-    const bool is_staging_free = kHasO && is_over(o_free(c));
+    const bool is_staging_free = kHasO && is_over(o_free(before + c));
     wgmma_wait<0>();
-    if constexpr (kWalk != Walk::kSummary) store_h(h, c);
+    if constexpr (kWalk != Walk::kSummary) store_h(h, c, before);
     uint32_t v_new[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) v_new[i] = pack<Io>(V[2 * i], V[2 * i + 1]);
@@ -379,15 +388,15 @@ struct ForwardConsumer {
         if (!is_next_full) wait_for(next_full);
         read_tokens<kPlain>(v, next.stage, c + 1);
       }
-      if (!is_staging_free) wait_for(o_free(c));
+      if (!is_staging_free) wait_for(o_free(before + c));
       wgmma_wait<1>();
       uint32_t o[8];
 #pragma unroll
       for (int i = 0; i < 8; ++i) o[i] = pack<Io>(p.scale * O[2 * i], p.scale * O[2 * i + 1]);
       if (spoilt) spoil_o(o, position.stage, c);
-      store_o(o, c);
+      store_o(o, c, before);
     } else {
-      if constexpr (kWalk != Walk::kSummary) store_o(v_new, c);
+      if constexpr (kWalk != Walk::kSummary) store_o(v_new, c, before);
       if (goes_on) load_tokens(v, next, c + 1);
     }
     wgmma_wait<0>();
@@ -396,16 +405,16 @@ struct ForwardConsumer {
   }
 
   template <bool kTrusting>
-  __device__ __forceinline__ void walk(float (&state)[kState]) const {
+  __device__ __forceinline__ void walk(float (&state)[kState], int32_t before) const {
     load_state(state);
-    StagePosition position;
+    StagePosition position = StagePosition::of(before, memory.stages);
     uint32_t v[8];
     if (work.chunks > 0) load_tokens(v, position, 0);
     int32_t c = 0;
     const auto step = [&]<bool kPlain>(std::bool_constant<kPlain>) {
       StagePosition next = position;
       next.advance(memory.stages);
-      chunk<kPlain>(state, v, c, position, next);
+      chunk<kPlain>(state, v, c, before, position, next);
       position = next;
       ++c;
     };

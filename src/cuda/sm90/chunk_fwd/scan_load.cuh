@@ -104,36 +104,17 @@ struct ForwardBarriers {
   uint64_t h_free[kMostGroups];
 };
 
-/// f(barrier, arrivals that complete its phase)
-template <class F>
-__device__ __forceinline__ void each_barrier(ForwardBarriers& barriers, const ScanShape& shape,
-                                             F f) {
+__device__ __forceinline__ void init(ForwardBarriers& barriers, const ScanShape& shape) {
   for (int i = 0; i < shape.stages; ++i) {
-    f(&barriers.full[i], 1);
-    f(&barriers.empty[i], 128 * shape.groups);
+    ptx::mbarrier_init(&barriers.full[i], 1);
+    ptx::mbarrier_init(&barriers.empty[i], static_cast<uint32_t>(128 * shape.groups));
   }
   for (int group = 0; group < shape.groups; ++group) {
-    f(&barriers.o_free[group][0], 32);
-    f(&barriers.o_free[group][1], 32);
-    f(&barriers.h_free[group], 1);
+    ptx::mbarrier_init(&barriers.o_free[group][0], 32);
+    ptx::mbarrier_init(&barriers.o_free[group][1], 32);
+    ptx::mbarrier_init(&barriers.h_free[group], 1);
   }
-}
-__device__ __forceinline__ void init(ForwardBarriers& barriers, const ScanShape& shape) {
-  each_barrier(barriers, shape, [](uint64_t* barrier, int arrivals) {
-    ptx::mbarrier_init(barrier, static_cast<uint32_t>(arrivals));
-  });
   ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
-}
-/// For another walk; the whole block.
-__device__ __forceinline__ void restart(ForwardBarriers& barriers, const ScanShape& shape) {
-  if (threadIdx.x == 0) {
-    each_barrier(barriers, shape, [](uint64_t* barrier, int) {
-      const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(barrier));
-      asm volatile("mbarrier.inval.shared.b64 [%0];" ::"r"(address) : "memory");
-    });
-    init(barriers, shape);
-  }
-  __syncthreads();
 }
 
 /// RingPosition where the number of stages is the launch's.
@@ -146,6 +127,10 @@ struct StagePosition {
       stage = 0;
       parity ^= 1;
     }
+  }
+  /// That of a chunk; turn: chunks before it, of an earlier walk too.
+  static __device__ __forceinline__ StagePosition of(int32_t turn, int stages) {
+    return {turn % stages, static_cast<uint32_t>(turn / stages & 1)};
   }
 };
 
@@ -197,10 +182,11 @@ __device__ __forceinline__ void each_part(Copy copy) {
   }
 }
 
-/// The loading warp.
+/// The loading warp. before: chunks of an earlier walk.
 template <class Io, int K, Walk kWalk>
 __device__ void load_chunks(const ScanParams& p, const ForwardWork& work,
-                            const ForwardMemory<K>& memory, ForwardBarriers& barriers) {
+                            const ForwardMemory<K>& memory, ForwardBarriers& barriers,
+                            int32_t before) {
   constexpr int kBytes = kReadBytes<K, kWalk>;
   int groups = p.shape.groups;  // that have columns of V
   if constexpr (kWalk == Walk::kSummary) {
@@ -210,7 +196,7 @@ __device__ void load_chunks(const ScanParams& p, const ForwardWork& work,
   const auto bytes = static_cast<uint32_t>(kBytes + groups * kTokenPanelBytes);
   const bool leads = threadIdx.x % 32 == 0;
   int ready = kWalk == Walk::kForward && p.ready != nullptr ? 0 : work.chunks;
-  StagePosition at;
+  StagePosition at = StagePosition::of(before, memory.stages);
   for (int32_t i = 0; i < work.chunks; ++i, at.advance(memory.stages)) {
     const int32_t c = kWalk == Walk::kReverse ? work.chunks - 1 - i : i;
     const int64_t record = (work.range.first_chunk + c) * p.heads.HV + work.hv;

@@ -113,10 +113,12 @@ __device__ __forceinline__ void wait_for_copies_to_read() {
 }
 
 /// The storing warp of a consumer warpgroup. o passes through its registers: for a copy by TMA the
-/// consumers would have to wait until their writes are visible to it.
+/// consumers would have to wait until their writes are visible to it. before: chunks of an earlier
+/// walk.
 template <class Io, int K, Walk kWalk>
 __device__ void store_chunks(const ScanParams& p, const ForwardWork& work,
-                             const ForwardMemory<K>& memory, ForwardBarriers& barriers, int group) {
+                             const ForwardMemory<K>& memory, ForwardBarriers& barriers, int group,
+                             int32_t before) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   for (int32_t chunk = 0; chunk < work.chunks; ++chunk) {
     const bool with_h = has_h<kWalk>(p, work, chunk);
@@ -124,7 +126,7 @@ __device__ void store_chunks(const ScanParams& p, const ForwardWork& work,
       barrier_sync(h_barrier(group), kStoringThreads);
       if (lane == 0) copy_h(p, work, group, chunk, memory.h(group));
     }
-    const int buffer = chunk % 2;
+    const int buffer = (before + chunk) % 2;
     barrier_sync(o_barrier(group, buffer), kStoringThreads);
     using Units = OUnits<Io, 32>;
     const Units units(p, work, group, chunk, lane);
