@@ -82,7 +82,10 @@ def needs_operators(tensors: tuple) -> bool:
         return True
     if _torch.reader is not None:
         return _torch.reader.key(tensors) is None
-    return any(type(t) not in _torch.PLAIN or t.is_neg() for t in tensors if t is not None)
+    given = _present(tensors)
+    if any(type(t) not in _torch.PLAIN or t.is_neg() for t in given):
+        return True
+    return any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in given)
 
 
 def _key(tensors: tuple, options: tuple) -> tuple | None:
