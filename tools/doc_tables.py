@@ -8,7 +8,7 @@ Between "<!-- NAME: begin -->" and "<!-- NAME: end -->" stands what a built prog
   docs/support.md  cpu, cuda       the implementations on a device (kda support --json)
 and what bench/results/ holds:
   docs/kernels/recurrent.md  decode, floor   times of decode steps, and what the memory allows
-  docs/kernels/chunk_fwd.md, chunk_bwd.md, state_scan.md  times (doc_tables_kernels.py)
+  README.md, docs/kernels/chunk_fwd.md, chunk_bwd.md, state_scan.md  times (doc_tables_kernels.py)
   docs/python.md, docs/fla.md                reports of the Python package (doc_tables_python.py)
 A build without CUDA leaves the section for cuda as it is.
 """

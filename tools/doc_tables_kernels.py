@@ -35,13 +35,12 @@ STATE_SCAN = {"S1": "0.36 / 0.31", "S2": "1.50 / 1.38", "S3": "0.09 / 0.05"}
 
 
 def rows_of(name: str) -> list:
-    """The rows of a file; of what a head says of the rows below it, each has the gate, the dtype
-    and the command."""
+    """The rows of a file, each with what the head above it says of it."""
     rows, head = [], {}
     for line in (RESULTS / name).read_text().splitlines():
         row = json.loads(line)
         if "median_ms" not in row:
-            head = {key: row[key] for key in ("gate", "dtype", "command") if key in row}
+            head = {key: row[key] for key in ("gate", "dtype", "command", "date") if key in row}
         else:
             rows.append({**head, **row})
     return rows
@@ -57,8 +56,9 @@ def key_of(row: dict) -> tuple:
 
 
 def by_key(rows: list, operation: str) -> dict:
-    """{(shape, gate, dtype, lengths): row}, the last of each."""
-    return {key_of(row): row for row in rows if row["operation"] == operation}
+    """{(shape, gate, dtype, lengths): row}, the newest of each."""
+    found = [row for row in rows if row["operation"] == operation]
+    return {key_of(row): row for row in sorted(found, key=lambda row: row.get("date", ""))}
 
 
 def ms(value: float) -> str:
@@ -87,7 +87,7 @@ def packed_text(lengths: str) -> str:
 
 
 def forwards() -> dict:
-    """Forwards timed alone or, where there is no such row, in a step."""
+    """Forwards timed alone or in a step, whichever is newer."""
     rows = rows_of("cuda_h200_chunk_bwd.json") + rows_of("cuda_h200_chunk_fwd.json")
     return by_key(rows, "chunk_fwd")
 
@@ -193,8 +193,27 @@ def state_scan_section() -> str:
     return table([*columns, "dq_raw: floor", "dq_raw: measured"], lines)
 
 
+def speed_section() -> str:
+    """Softplus gate, bf16: what of the tables of the pages fits on the front page."""
+    alone = forwards()
+    steps = steps_of(rows_of("cuda_h200_chunk_bwd.json"))
+    lines = []
+    for B, T, H, HV, K, V in SHAPES.values():
+        key = ((B, T, H, HV, K, V), "softplus", "bf16", "")
+        if key not in alone or key not in steps:
+            continue
+        cells = [f"{B}, {T}, {HV}, {V}", ms(alone[key]["median_ms"])]
+        cells += [peers("chunk_fwd", key[0], "fla").split(" / ")[0]]
+        cells += [ms(sum(row["median_ms"] for row in steps[key]))]
+        cells += [peers("step", key[0], "fla").split(" / ")[0]]
+        lines.append(cells)
+    columns = ["B, T, heads, V", "forward, ms", "fla", "forward + backward, ms", "fla"]
+    return table(columns, lines)
+
+
 def sections() -> dict:
     return {
+        "README.md": {"speed": speed_section()},
         "docs/kernels/chunk_fwd.md": {
             "times": forward_section(),
             "other times": other_forward_section(),
