@@ -115,8 +115,9 @@ def _forward(prepared: Prepared, tensors: tuple) -> tuple[torch.Tensor, torch.Te
 
 def _chunk_backward(ctx: Any, do: Any, dfinal_state: Any) -> tuple:
     saved = ctx.saved_tensors
-    if do is None:
-        do = saved[0].new_zeros(()).expand(saved[2].shape)
+    do = torch.zeros_like(saved[2]) if do is None else _torch.dense(do)
+    if dfinal_state is not None:
+        dfinal_state = _torch.dense(dfinal_state)
     tensors, needs = (*saved, do, dfinal_state), ctx.needs_input_grad[:8]
     key = _key(tensors, (*ctx.options, *needs))
     backward = _gradients.find(key)
