@@ -51,6 +51,7 @@ TEST(Emulation, WithoutRoundingIsTheRecurrence) {
       CaseSpec spec = spec_of(family, DType::kBF16);
       spec.sizes = {1, 220, 1, 2, 64, 64, 0, 0};
       spec.cu_seqlens = {0, 0, 10, 210};
+      spec.poison_tail = true;
       spec.gate = gate;
       spec.qk_l2norm = gate != Gate::kNone;
       spec.beta_sigmoid = spec.allow_neg_eigval = gate == Gate::kSoftplus;
@@ -166,6 +167,7 @@ TEST(Emulation, BackwardWithoutRoundingIsTheRecurrence) {
       spec.gradients = true;
       spec.sizes = {1, 150, 1, 2, 64, 64, 0, 0};
       spec.cu_seqlens = {0, 0, 70, 140};
+      spec.poison_tail = true;
       spec.gate = gate;
       spec.qk_l2norm = gate != Gate::kNone;
       spec.beta_sigmoid = spec.allow_neg_eigval = gate == Gate::kSoftplus;
@@ -220,6 +222,41 @@ TEST(Emulation, ErrorsOfTheBackward) {
         fmt::print(" {} {:.1e}", name_of(id), error);
       }
       fmt::print("\n");
+    }
+  }
+}
+
+// h as the forward kept it, and v_new walked from it again every so many tokens. Prints the figures
+// that docs/kernels/chunk_bwd.md quotes.
+TEST(Emulation, ErrorsOfKeptCheckpoints) {
+  for (const Family family : {Family::kUnit, Family::kCorr, Family::kNoDecay, Family::kSlow,
+                              Family::kMix, Family::kDeep, Family::kPredicted}) {
+    for (const DType io : {DType::kBF16, DType::kF16}) {
+      CaseSpec spec = spec_of(family, io);
+      spec.gate = Gate::kSoftplus;
+      spec.qk_l2norm = spec.gradients = true;
+      spec.sizes = {1, 1100, 1, 1, 64, 64, 0, 0};
+      const Case c = generate(spec);
+      const TensorMap expected = backward_reference_of(c);
+      for (const int64_t kept : {0, 512}) {
+        Emulation variant{Form::kR, 32, io, io};
+        variant.scores = io == DType::kBF16 ? io : DType::kF64;
+        variant.kept = kept;
+        const TensorMap results = emulate_backward(c, variant);
+        fmt::print("{:10} {} {:3}:", name_of(family), io == DType::kBF16 ? "bf16" : "fp16", kept);
+        for (const auto& [id, reference] : expected) {
+          const Difference d = compare(c, id, results.at(id), reference);
+          fmt::print(" {} {:.2e}", name_of(id), d.ratio);
+          EXPECT_TRUE(d.finite);
+          if (d.ratio <= limit_of(precision_of(io), id)) continue;
+          CheckedOutput checked;
+          checked.id = id;
+          look_again(c, &spec, results.at(id), reference, io, checked);
+          EXPECT_TRUE(checked.pass) << name_of(family) << ": " << name_of(id) << " "
+                                    << checked.difference.ratio << ", limit " << checked.limit;
+        }
+        fmt::print("\n");
+      }
     }
   }
 }

@@ -21,6 +21,8 @@ struct Emulation {
   bool matched_pairs = true;     ///< W multiplies by the scores' operands as they were rounded
   int64_t segment = 0;  ///< forward: tokens, a multiple of chunk; segments start from Phi S + B
   bool tf32_scores = false;  ///< forward: operands of L and P are tf32, whatever `scores` says
+  int64_t kept = 0;  ///< backward, kR: tokens, a multiple of chunk. h is the forward's, from which
+                     ///< the walk for v_new starts again so often
 };
 
 /// o, h and final_state as fp64 tensors. Takes every option of a forward case; its chunk_size must

@@ -55,7 +55,8 @@ __device__ __forceinline__ void load_value_tiles(GradShared<Io, K>& shared,
   constexpr int kRows = GradTraits<Io, K>::kValueRows;
   const int tid = thread_index();
   if (tid == 0) {
-    const int32_t at[4] = {v0, 0, static_cast<int32_t>(work.item), 0};
+    const int32_t at[4] = {v0, 0, static_cast<int32_t>(work.hv),
+                           static_cast<int32_t>(work.row / 2)};
     ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared,
                                    &shared.states_full,
                                    (work.carries ? 1 : 2) * sizeof(shared.value.h));
