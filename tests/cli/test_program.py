@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import resource
 import signal
 import struct
@@ -685,6 +686,14 @@ class Stress(ProgramTest):
         self.assertRegex(result.stdout, r"\Aright: reference_[a-z_]+ on cpu: ")
         self.assertIn("1 problems, 1 calls, 0 failures", result.stdout)
         self.check(kda(*ask, "--impl", "reference", "--threads", "2"), 0)
+
+    def test_commands_of_the_page_find_something_to_try(self):
+        page = (DATA.parents[1] / "docs" / "case-format.md").read_text()
+        commands = re.findall(r"^kda (stress .*--device cpu.*)$", page, re.MULTILINE)
+        self.assertTrue(commands)
+        for command in commands:
+            with self.subTest(command):
+                self.check(kda(*command.split("#")[0].split()), 0)
 
     def test_a_problem_that_nothing_takes_is_exit_3(self):
         for number in range(20):
