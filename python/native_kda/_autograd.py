@@ -83,7 +83,10 @@ def needs_operators(tensors: tuple) -> bool:
         return True
     if _torch.reader is not None:
         return _torch.reader.key(tensors) is None
-    return any(type(t) not in _torch.PLAIN or t.is_neg() for t in tensors if t is not None)
+    given = _present(tensors)
+    if any(type(t) not in _torch.PLAIN or t.is_neg() for t in given):
+        return True
+    return any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in given)
 
 
 def _key(tensors: tuple, options: tuple) -> tuple | None:
@@ -113,8 +116,9 @@ def _forward(prepared: Prepared, tensors: tuple) -> tuple[torch.Tensor, torch.Te
 
 def _chunk_backward(ctx: Any, do: Any, dfinal_state: Any) -> tuple:
     saved = ctx.saved_tensors
-    if do is None:
-        do = saved[0].new_zeros(()).expand(saved[2].shape)
+    do = torch.zeros_like(saved[2]) if do is None else _torch.dense(do)
+    if dfinal_state is not None:
+        dfinal_state = _torch.dense(dfinal_state)
     inputs, cu_seqlens, h = saved[:8], saved[8], saved[9]
     tensors, needs = (*saved[:9], do, dfinal_state, h), ctx.needs_input_grad[:8]
     key = _key(tensors, (*ctx.options, *needs))

@@ -66,6 +66,13 @@ def empty(shape: tuple, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
 
 empty_like = partial(torch.empty_like, memory_format=torch.contiguous_format)
 
+
+def dense(gradient: torch.Tensor) -> torch.Tensor:
+    """Gradients of sums come expanded. The Hopper kernels refuse strides of 0, and beside a
+    backward a copy costs nothing."""
+    return gradient.contiguous() if 0 in gradient.stride() else gradient
+
+
 # Subclasses may mean anything by their memory.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 # Reads plain tensors in a tenth of a microsecond each; None before torch 2.10.

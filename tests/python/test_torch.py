@@ -193,6 +193,8 @@ def test_calls_that_differ_are_told_apart(monkeypatch):
 
 
 def test_calls_made_before_skip_the_checks(monkeypatch):
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip("torch before 2.10: calls are not remembered")
     x = inputs(T=20, grad=False)
     y = {n: t[:, :1] if t.dim() > 2 and n not in ("initial_state", "A_log", "dt_bias") else t
          for n, t in x.items()}
@@ -340,7 +342,8 @@ def test_strided_inputs_are_used_as_they_are():
     assert torch.equal(o, same)
 
 
-def test_expanded_gradients_need_no_copy():
+def test_expanded_gradients():
+    """Those of sums. What cannot take them must not run for that (strides of 0 on Hopper)."""
     x = inputs(T=12)
     o, _ = native_kda.chunk_kda(**x, **FLAGS)
     o.sum().backward()
