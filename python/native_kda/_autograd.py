@@ -16,6 +16,7 @@ from . import _kda, _library, _log, _native, _problem, _torch
 from ._problem import ArgumentError, Options, Prepared
 
 is_compiling = torch.compiler.is_compiling
+_trace = torch._C._get_tracing_state  # of torch.jit.trace
 
 CHUNK_TENSORS = itemgetter(*_kda.INPUTS, "cu_seqlens")
 CHUNK_OPTIONS = itemgetter(
@@ -73,7 +74,7 @@ def _is_watched() -> bool:
     differentiation no call may skip its checks."""
     if is_compiling() or torch._C._len_torch_dispatch_stack():
         return True
-    if torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0:
+    if _trace() is not None or forward_ad._current_level >= 0:
         return True
     return torch._C._functorch.peek_interpreter_stack() is not None
 
@@ -164,7 +165,12 @@ _apply = super(torch.autograd.Function, ChunkKda).apply
 
 
 def _wants_gradients(tensors: tuple) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    if not torch.is_grad_enabled():
+        return False
+    for tensor in tensors:  # half the time of any()
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
 
 
 def _run_chunk(prepared: Prepared, tensors: tuple) -> tuple[torch.Tensor, torch.Tensor | None]:
