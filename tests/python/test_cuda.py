@@ -74,6 +74,18 @@ def test_all_gradients_match_the_recurrence(dtype, shape, lower_bound):
     assert all(name.startswith(("cuda_", "sm90_")) for name in native_kda.hits())
 
 
+def test_gradients_from_states_that_the_forward_kept():
+    """Of the rows here the Hopper backward reads them."""
+    x = inputs(T=600, K=128, V=128)
+    weights = weights_of(x)
+    _, _, wanted = expected(x, weights, gate="softplus")
+    kept = found(x, weights, disable_recompute=True)[2]
+    for name, gradient in kept.items():
+        assert ratio(wanted[name], gradient.double().cpu()) < reference.BF16["d" + name], name
+    recomputed = found(x, weights)[2]
+    assert torch.equal(kept["q"], recomputed["q"]) != HOPPER
+
+
 @pytest.mark.skipif(not HOPPER, reason="not a Hopper GPU")
 @pytest.mark.parametrize("V", [128, 256])
 def test_what_runs_by_default_on_hopper(V):
