@@ -43,19 +43,13 @@ struct GradCross {
     });
     leave_states(dkx, at);
     const PanelTile<kChunk> kg{shared_address(shared.intra.update[warp / 4])};
-    const PanelTile<2 * kChunk> rows{shared_address(shared.intra.rows[warp / 4])};
-    const PanelTile<2 * kChunk> cross{shared_address(shared.intra.cross)};
     float dkg[16];
     wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kChunk / 16; ++step) {
-      wgmma_ss<Bf16, Major::kOuter, Major::kSummed>(S, kg.rows(step), cross.columns(step), true);
-    }
-    if constexpr (Traits::kTwoTerms) add_second_terms(S, kg, cross);
+    add_rows(S, kg, 0);
+    add_rows(S, kg, kRestOfScores);
+    if constexpr (Traits::kTwoTerms) add_rows(S, second_term(shared, kg), 0);
     // Block 1 of the rows first: its reference is 2^(G_16 - first) of that of block 0.
-    wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(dkg, rows.rows(1), cross.rows(1), false);
-    wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(dkg, rows.rows(3), cross.rows(3), true);
-    if constexpr (Traits::kTwoTerms) add_second_terms(dkg, rows, cross, 1);
+    add_block(dkg, 1, false);
     wgmma_commit();
     const float first[2] = {shared.G[0][at.channel(0)], shared.G[0][at.channel(1)]};
     const float factor[2] = {exp2_of(shared.G[kBlock][at.channel(0)] - first[0]),
@@ -63,9 +57,7 @@ struct GradCross {
     wgmma_wait<0>();
     GradLane::each([&](int r, int, int c, int) { dkg[r] *= factor[c]; });
     wgmma_fence();
-    wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(dkg, rows.rows(0), cross.rows(0), true);
-    wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(dkg, rows.rows(2), cross.rows(2), true);
-    if constexpr (Traits::kTwoTerms) add_second_terms(dkg, rows, cross, 0);
+    add_block(dkg, 0, true);
     wgmma_commit();
     const float entering[2] = {exp2_of(first[0]), exp2_of(first[1])};
     wgmma_wait<0>();
@@ -91,27 +83,31 @@ struct GradCross {
     __syncthreads();
   }
 
-  /// The products with one second term.
-  __device__ __forceinline__ void add_second_terms(float (&S)[32], const PanelTile<kChunk>& kg,
-                                                   const PanelTile<2 * kChunk>& cross) const {
+  /// S += kg C, with one term of C = [dP | dL] over the earlier chunk.
+  __device__ __forceinline__ void add_rows(float (&S)[32], const PanelTile<kChunk>& kg,
+                                           uint64_t term) const {
+    const PanelTile<2 * kChunk> cross{shared_address(shared.intra.cross)};
 #pragma unroll
     for (int step = 0; step < kChunk / 16; ++step) {
-      wgmma_ss<Bf16, Major::kOuter, Major::kSummed>(S, second_term(shared, kg).rows(step),
-                                                    cross.columns(step), true);
-      wgmma_ss<Bf16, Major::kOuter, Major::kSummed>(S, kg.rows(step),
-                                                    second_term(shared, cross).columns(step), true);
+      wgmma_ss<Bf16, Major::kOuter, Major::kSummed>(S, kg.rows(step), cross.columns(step) + term,
+                                                    true);
     }
   }
-  __device__ __forceinline__ void add_second_terms(float (&dkg)[16],
-                                                   const PanelTile<2 * kChunk>& rows,
-                                                   const PanelTile<2 * kChunk>& cross,
-                                                   int block) const {
+
+  /// dkg += C^T of the rows of a block.
+  __device__ __forceinline__ void add_block(float (&dkg)[16], int block, bool add) const {
+    const PanelTile<2 * kChunk> rows{shared_address(shared.intra.rows[warp / 4])};
+    const PanelTile<2 * kChunk> cross{shared_address(shared.intra.cross)};
 #pragma unroll
     for (int step = block; step < 4; step += 2) {
-      wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(dkg, second_term(shared, rows).rows(step),
-                                                   cross.rows(step), true);
+      wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(dkg, rows.rows(step), cross.rows(step),
+                                                   add || step > block);
       wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(dkg, rows.rows(step),
-                                                   second_term(shared, cross).rows(step), true);
+                                                   cross.rows(step) + kRestOfScores, true);
+      if constexpr (Traits::kTwoTerms) {
+        wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(dkg, second_term(shared, rows).rows(step),
+                                                     cross.rows(step), true);
+      }
     }
   }
 

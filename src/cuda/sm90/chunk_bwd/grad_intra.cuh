@@ -105,8 +105,18 @@ __device__ __forceinline__ bool put_intra_tiles(GradShared<Io, K>& shared) {
   return range.x > kFarRow || range.y > kFarRow;
 }
 
-/// dP (5.2) and dL (5.28) from the products [do; R~] v_new^T, arranged; the diagonal apart; `unit`
-/// is that of R. By one warpgroup, of which `warp` is one.
+/// Two neighbours of a score gradient, both terms.
+__device__ __forceinline__ void put_terms(unsigned char* panel, int row, int column, float2 x) {
+  const auto put = [&](int unit, float2 term) {
+    *reinterpret_cast<uint32_t*>(panel + unit_offset(row, unit) + column % 8 * 2) =
+        pack<Bf16>(term.x, term.y);
+  };
+  put(column / 8, x);
+  put((kChunk + column) / 8, x - unpack<Bf16>(pack<Bf16>(x.x, x.y)));
+}
+
+/// dP (5.2) and dL (5.28) from the products [do; R~] v_new^T; the diagonal apart; `unit` is that of
+/// R. By one warpgroup, of which `warp` is one. Rows of block 0 have columns of block 0 alone.
 template <class Io, int K>
 __device__ __forceinline__ void put_scores_gradient(GradShared<Io, K>& shared, const float* x,
                                                     float scale, float unit, int warp, int lane) {
@@ -116,14 +126,6 @@ __device__ __forceinline__ void put_scores_gradient(GradShared<Io, K>& shared, c
   for (int half = 0; half < 2; ++half) {
     const int row = 16 * warp + lane / 4 + 8 * half;
     const int i = row % kChunk;
-    const auto put = [&](int column, float left, float right) {
-      *reinterpret_cast<uint32_t*>(shared.scores + unit_offset(row, column / 8) + column % 8 * 2) =
-          pack<Bf16>(left, right);
-      if constexpr (GradTraits<Io, K>::kTwoTerms) {
-        put_rest(shared.extra.low_scores + unit_offset(row, column / 8) + column % 8 * 2,
-                 {left, right});
-      }
-    };
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       const int j = 8 * n + lane % 4 * 2;
@@ -132,10 +134,10 @@ __device__ __forceinline__ void put_scores_gradient(GradShared<Io, K>& shared, c
       const float right = factor * x[r + 1];
       if (warp < 2 && j == i) shared.diagonal[i] = left;
       if (warp < 2 && j + 1 == i) shared.diagonal[i] = right;
-      if (second || n < 2) put(second ? kBlock + j : j, j < i ? left : 0, j + 1 < i ? right : 0);
+      if (second || n < 2) {
+        put_terms(shared.scores, row, j, {j < i ? left : 0, j + 1 < i ? right : 0});
+      }
     }
-#pragma unroll
-    for (int n = second ? 0 : 2; n < (second ? 2 : 6); ++n) put(8 * n + lane % 4 * 2, 0, 0);
   }
 }
 
@@ -147,26 +149,19 @@ __device__ __forceinline__ void put_cross_gradient(GradShared<Io, K>& shared, co
 #pragma unroll
   for (int r = 0; r < 16; r += 2) {
     const int row = 16 * warp + lane / 4 + 8 * (r / 2 % 2);
-    *reinterpret_cast<uint32_t*>(shared.intra.cross + unit_offset(row, r / 4) + lane % 4 * 4) =
-        pack<Bf16>(factor * x[r], factor * x[r + 1]);
-    if constexpr (GradTraits<Io, K>::kTwoTerms) {
-      put_rest(shared.extra.low.cross + unit_offset(row, r / 4) + lane % 4 * 4,
-               {factor * x[r], factor * x[r + 1]});
-    }
+    put_terms(shared.intra.cross, row, r / 4 * 8 + lane % 4 * 2,
+              {factor * x[r], factor * x[r + 1]});
   }
 }
 
+/// Both terms.
 template <class Io, int K>
-__device__ __forceinline__ float score_gradient(const GradShared<Io, K>& shared, int row, int i,
-                                                int j) {
-  const int column = j + (i < kBlock ? 0 : kBlock);
-  const uint32_t offset = unit_offset(row, column / 8) + column % 8 * 2;
-  const float x = __bfloat162float(*reinterpret_cast<const Bf16*>(shared.scores + offset));
-  if constexpr (GradTraits<Io, K>::kTwoTerms) {
-    return x + __bfloat162float(*reinterpret_cast<const Bf16*>(shared.extra.low_scores + offset));
-  } else {
-    return x;
-  }
+__device__ __forceinline__ float score_gradient(const GradShared<Io, K>& shared, int row, int j) {
+  const auto term = [&](int column) {
+    return __bfloat162float(*reinterpret_cast<const Bf16*>(
+        shared.scores + unit_offset(row, column / 8) + column % 8 * 2));
+  };
+  return term(j) + term(kChunk + j);
 }
 
 /// What token t of channel k takes from its far diagonal block: added to (dq2, z, dkc).
@@ -178,16 +173,16 @@ __device__ __forceinline__ float3 far_sums(const GradShared<Io, K>& shared, int 
   for (int j = first; j < t; ++j) {
     const float y = to_real<float>(shared.k[j][k]) * shared.norm[1][j] *
                     exp2_of(shared.G[t][k] - shared.G[j][k]);
-    sum.x = fmaf(score_gradient(shared, t, t, j), y, sum.x);
-    sum.y = fmaf(score_gradient(shared, kChunk + t, t, j), y, sum.y);
+    sum.x = fmaf(score_gradient(shared, t, j), y, sum.x);
+    sum.y = fmaf(score_gradient(shared, kChunk + t, j), y, sum.y);
   }
 #pragma unroll 1
   for (int i = t + 1; i < first + kBlock; ++i) {
     const float decay = exp2_of(shared.G[i][k] - shared.G[t][k]);
     const float q = to_real<float>(shared.q[i][k]) * shared.norm[0][i];
     const float kb = to_real<float>(shared.k[i][k]) * shared.norm[1][i] * shared.beta[i];
-    sum.z = fmaf(decay, score_gradient(shared, i, i, t) * q, sum.z);
-    sum.z = fmaf(decay, score_gradient(shared, kChunk + i, i, t) * kb, sum.z);
+    sum.z = fmaf(decay, score_gradient(shared, i, t) * q, sum.z);
+    sum.z = fmaf(decay, score_gradient(shared, kChunk + i, t) * kb, sum.z);
   }
   return sum;
 }

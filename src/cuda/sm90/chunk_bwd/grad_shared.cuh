@@ -11,8 +11,11 @@ namespace kda::cuda::sm90 {
 /// log2 of the largest factor of a product. -5 a token over 15 tokens is 108.2; below 2^-126 fp32
 /// and bf16 lose bits, and q and k need some room.
 inline constexpr float kFarRow = 110;
-/// Score gradients are arranged in 48 columns: block 0, block 1 over block 0, block 1.
+/// Columns of the intra part are arranged: block 0, as block 1 reads block 0, block 1.
 inline constexpr int kArranged = 3 * kBlock;
+/// Score gradients are sums of two bf16 numbers: a panel has the larger in columns 0 .. 31, what
+/// their rounding leaves in 32 .. 63. From one to the other in a descriptor.
+inline constexpr uint64_t kRestOfScores = kChunk * 2 >> 4;
 
 /// Of the intra part in either type's kernel.
 using Bf16 = __nv_bfloat16;
@@ -38,7 +41,7 @@ struct GradTraits {
   static constexpr int kPairs = K / 2;
   static constexpr int kTokens = kChunk / (kThreads / kPairs);  ///< of a thread: 8
   static constexpr int kValueRows = kChunk * 8 / kThreads;      ///< of a thread, a unit each
-  static constexpr bool kTwoTerms = !kIsBf16<Io>;  ///< intra operands; then R and dh have units
+  static constexpr bool kTwoTerms = !kIsBf16<Io>;  ///< of q and k; then R and dh have units
   static constexpr int kBlocksPerSm = (K == 128 ? 2 : 3) - (kTwoTerms ? 1 : 0);
   /// Registers of [dP; dL]: with one warpgroup it has those over the earlier chunk too.
   static constexpr int kScores = K == 128 ? 16 : 32;
@@ -77,23 +80,27 @@ struct ValueTiles {
   unsigned char v[kChunk * kPanelRowBytes];
 };
 
-/// Operands of the intra part, K / 64 panels each.
+/// q and k in the intra part, K / 64 panels each.
 template <int K>
-struct IntraTiles {
+struct KeyTiles {
   unsigned char columns[K / 64][kArranged * kPanelRowBytes];
   unsigned char rows[K / 64][2 * kChunk * kPanelRowBytes];  ///< q up, then beta k up
   unsigned char update[K / 64][kChunk * kPanelRowBytes];    ///< kg of the earlier chunk
+};
+/// Operands of the intra part.
+template <int K>
+struct IntraTiles : KeyTiles<K> {
   unsigned char cross[2 * kChunk * kPanelRowBytes];  ///< dP, dL over the earlier chunk's tokens
 };
 
 /// What fp16 has besides. Factors of the intra part go up to 2^kFarRow and down as far, which fp16
-/// does not hold, and bf16 is too coarse for fp16's limits: operands are sums of two bf16 numbers.
+/// does not hold, and bf16 is too coarse for fp16's limits: q and k are sums of two bf16 numbers
+/// too.
 template <class Io, int K>
 struct GradExtra {};
 template <int K>
 struct GradExtra<__half, K> {
-  alignas(1024) IntraTiles<K> low;
-  unsigned char low_scores[2 * kChunk * kPanelRowBytes];
+  alignas(1024) KeyTiles<K> low;
   float unit;  ///< of what is linear in R or dh and summed over V
 };
 
@@ -127,7 +134,7 @@ struct GradShared {
   };
   union {
     unsigned char v_new[2 * kChunk * kPanelRowBytes];   ///< of this chunk, then of the earlier one
-    unsigned char scores[2 * kChunk * kPanelRowBytes];  ///< dP, then dL, arranged
+    unsigned char scores[2 * kChunk * kPanelRowBytes];  ///< dP, then dL
   };
   float G[kChunk][Traits::kGStride];
   union {
