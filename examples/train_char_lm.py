@@ -156,9 +156,10 @@ def main():
         fla = curves["fla", seeds[0]]
         report["kernels differ by"] = difference(curves["native_kda", seeds[0]], fla)
         if len(seeds) > 1:
+            report["seeds differ by"] = difference(curves["fla", seeds[1]], fla)
+            write(report, given.json)
             again = run(text, "fla", seeds[0], given.steps)["losses"]
             report["runs differ by"] = difference(again, fla)
-            report["seeds differ by"] = difference(curves["fla", seeds[1]], fla)
         print({name: x for name, x in report.items() if name.endswith("differ by")})
         write(report, given.json)
 

@@ -8,6 +8,7 @@ Between "<!-- NAME: begin -->" and "<!-- NAME: end -->" stands what a built prog
   docs/support.md  cpu, cuda       the implementations on a device (kda support --json)
 and what bench/results/ holds:
   docs/kernels/recurrent.md  decode, floor   times of decode steps, and what the memory allows
+  README.md, docs/kernels/chunk_fwd.md, chunk_bwd.md, state_scan.md  times (doc_tables_kernels.py)
   docs/python.md, docs/fla.md                reports of the Python package (doc_tables_python.py)
 A build without CUDA leaves the section for cuda as it is.
 """
@@ -20,6 +21,7 @@ import re
 import subprocess
 import sys
 
+import doc_tables_kernels
 import doc_tables_python
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -105,6 +107,7 @@ def main() -> None:
 
     documents = {
         "docs/kernels/recurrent.md": {"decode": decode_section(), "floor": floor_section()},
+        **doc_tables_kernels.sections(),
         **doc_tables_python.sections(),
     }
     if arguments.signatures:

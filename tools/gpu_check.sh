@@ -116,20 +116,39 @@ for suite in decode train stages host; do
 done
 
 # The forward and backward made for Hopper, and what has a benchmark of its own.
+prefill() {
+  "$kda" bench --suite prefill --device cuda --impl sm90_chunk_fwd --repeat 15 --json "$@"
+}
+train() {
+  "$kda" bench --suite train --device cuda --impl sm90_chunk_bwd,sm90_chunk_fwd --repeat 11 --json "$@"
+}
+asked() {  # asked COMMAND...: at the shapes of docs/kernels/README.md
+  "$@" --shape 1,8192,96,96,128,128 --shape 16,8192,16,16,128,256 --shape 1,4096,16,16,128,128 \
+    --shape 2,4096,64,64,128,128 --shape 1,131072,32,32,128,128
+}
+swept() {  # over heads and over tokens, for bench/python/plot_times.py
+  "$@" --shape 1,8192,8,8,128,128 --shape 1,8192,16,16,128,128 --shape 1,8192,32,32,128,128 \
+    --shape 1,8192,48,48,128,128 --shape 1,8192,64,64,128,128 --shape 1,2048,32,32,128,128 \
+    --shape 1,32768,32,32,128,128
+}
+in_segments() {
+  "$@" --shape 1,131072,1,1,128,128 --shape 1,32768,4,4,128,128 --shape 1,131072,8,8,128,128 \
+    --shape 16,8192,8,8,128,128
+}
 if wanted hopper; then
   forward=$results/cuda_chunk_fwd.json
   backward=$results/cuda_chunk_bwd.json
   : >"$forward"
   : >"$backward"
-  for shape in 1,8192,96,96,128,128 16,8192,16,16,128,256 1,4096,16,16,128,128 2,4096,64,64,128,128 \
-    1,131072,32,32,128,128; do
-    for gate in softplus lower_bound; do
-      run "bench_chunk_fwd $shape $gate" "$kda" bench --suite prefill --shape "$shape" --gate "$gate" \
-        --device cuda --impl sm90_chunk_fwd --repeat 15 --json >>"$forward"
-      run "bench_chunk_bwd $shape $gate" "$kda" bench --suite train --shape "$shape" --gate "$gate" \
-        --device cuda --impl sm90_chunk_bwd,sm90_chunk_fwd --repeat 11 --json >>"$backward"
-    done
+  for gate in softplus lower_bound; do
+    run "bench_chunk_fwd $gate" asked prefill --gate $gate >>"$forward"
+    run "bench_chunk_bwd $gate" swept asked train --gate $gate >>"$backward"
   done
+  run bench_segments in_segments prefill >>"$forward"
+  for lengths in 1300,547,2048,963,271,3063 1024,1024,1024,1024,1024,1024,1024,1024; do
+    run "bench_packed $lengths" prefill --shape 1,8192,96,96,128,128 --lengths $lengths >>"$forward"
+  done
+  run bench_fp16 train --dtype fp16 --shape 1,8192,96,96,128,128 >>"$backward"
   cat "$forward" "$backward"
   run bench_state_scan "$build/bench/cuda/kda_state_scan_bench" 15 >"$results/cuda_state_scan.json"
   run bench_rates "$build/bench/cuda/kda_hopper_rates" >"$results/cuda_rates.json"

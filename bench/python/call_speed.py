@@ -139,32 +139,41 @@ class Nothing(torch.autograd.Function):
         return ctx.saved_tensors
 
 
-def overhead(fla, device):
-    """A call with as little work as there is: what it costs the host."""
-    sizes = (1, 64, 4, 4, 128, 128) if device == "cuda" else (1, 1, 1, 1, 4, 4)
-    x = inputs(*sizes, device=device)
-    xg = inputs(*sizes, grad=True, device=device)
-    rows = {}
-    nothing = {"torch.autograd.Function": lambda **x: (Nothing.apply(*list(x.values())[:7]), None)}
-    for name, function in {**functions(fla), **nothing}.items():
-        def step():
-            o, _ = function(**xg, **FLAGS, output_final_state=True)
-            torch.autograd.grad(o, list(xg.values()), torch.ones_like(o))
-
-        with torch.no_grad():
-            rows[name] = {"forward_us": host_microseconds(
-                lambda: function(**x, **FLAGS, output_final_state=True))}
-        rows[name]["forward_with_autograd_us"] = host_microseconds(
-            lambda: function(**xg, **FLAGS, output_final_state=True))
-        rows[name]["step_us"] = host_microseconds(step)
+def decode_microseconds(device):
     sizes = (8, 1, 32, 32, 128, 128) if device == "cuda" else (1, 1, 1, 1, 4, 4)
     y = inputs(*sizes, device=device)
     pool = torch.randn(64, *y["v"].shape[2:3], sizes[4], sizes[5], device=device)
     indices = torch.arange(sizes[0], dtype=torch.int32, device=device)
-    rows["native_kda"]["decode_us"] = host_microseconds(
-        lambda: native_kda.fused_recurrent_kda(**y, **FLAGS, initial_state=pool,
-                                               state_indices=indices))
-    return rows
+    return host_microseconds(lambda: native_kda.fused_recurrent_kda(
+        **y, **FLAGS, initial_state=pool, state_indices=indices))
+
+
+def overhead(fla, device):
+    """Calls with as little work as there is: what they cost the host, contender by contender."""
+    sizes = (1, 64, 4, 4, 128, 128) if device == "cuda" else (1, 1, 1, 1, 4, 4)
+    x = inputs(*sizes, device=device)
+    xg = inputs(*sizes, grad=True, device=device)
+    do = torch.ones_like(xg["v"])
+    nothing = {"torch.autograd.Function": lambda **x: (Nothing.apply(*list(x.values())[:7]), None)}
+    calls = functions(fla)
+    for name in ("native_kda", "torch.autograd.Function", "fla"):
+        function = {**nothing, **calls}.get(name)
+        if function is None:
+            continue
+
+        def step():
+            o, _ = function(**xg, **FLAGS, output_final_state=True)
+            torch.autograd.grad(o, list(xg.values()), do)
+
+        with torch.no_grad():
+            row = {"forward_us": host_microseconds(
+                lambda: function(**x, **FLAGS, output_final_state=True))}
+        row["forward_with_autograd_us"] = host_microseconds(
+            lambda: function(**xg, **FLAGS, output_final_state=True))
+        row["step_us"] = host_microseconds(step)
+        if name == "native_kda":
+            row["decode_us"] = decode_microseconds(device)
+        yield name, row
 
 
 def compare(shape, gate, fla, repeat):
@@ -242,8 +251,10 @@ def main():
             report["implementations"] = native_kda.hits()
             write(report, given.json)
     if not given.no_host:
-        report["host"] = overhead(fla, device)
-        print(json.dumps(report["host"]), flush=True)
+        for name, row in overhead(fla, device):
+            report["host"][name] = row
+            print(json.dumps({name: row}), flush=True)
+            write(report, given.json)
     report["implementations"] = native_kda.hits()
     write(report, given.json)
 

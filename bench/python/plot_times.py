@@ -3,8 +3,8 @@
 usage: python bench/python/plot_times.py forward|step TARGET.svg RESULTS.json...
 
 RESULTS are outputs of `kda bench --json` and files of peers in the same form
-(bench/results/cuda_h200_peers.json): of the shapes with B = 1, K = V = 128, not packed, the left
-panel takes those with HEADS heads, the right one those with TOKENS tokens.
+(bench/results/cuda_h200_peers.json): of the bf16 shapes with B = 1, K = V = 128, not packed, the
+left panel takes those with HEADS heads, the right one those with TOKENS tokens.
 """
 
 import json
@@ -23,14 +23,15 @@ MARKERS = {"native_kda": "o-", "floor": "--", "FlashKDA": "s", "fla": "^"}
 
 
 def rows(paths):
-    gate = None
     for path in paths:
+        head = {}
         with open(path) as file:
             for line in file:
                 row = json.loads(line)
-                gate = row.get("gate", gate)  # a header gives it for the rows below
                 if "median_ms" in row:
-                    yield {**row, "gate": gate}
+                    yield {**head, **row}
+                else:  # for the rows below
+                    head = {key: row[key] for key in ("gate", "dtype") if key in row}
 
 
 def times(paths, operations):
@@ -39,6 +40,8 @@ def times(paths, operations):
     for row in rows(paths):
         B, T, H, HV, K, V = row["shape"]
         if B != 1 or H != HV or (K, V) != (128, 128) or row.get("sequences"):
+            continue
+        if row.get("dtype", "bf16") != "bf16":
             continue
         ms = row["median_ms"]
         if row["operation"] == "step" and len(operations) == 2:  # what peers report
@@ -67,7 +70,10 @@ def draw(axes, series, kept, position):
             axes.plot(*zip(*line), MARKERS[name], color=colour, label=f"{name} {gate}".strip())
     axes.set(xscale="log", yscale="log", ylabel="ms")
     axes.set_xscale("log", base=2)
-    axes.legend()
+    sizes = sorted({size[position] for points in series.values() for size in points
+                    if size[1 - position] == kept})
+    axes.set_xticks(sizes, [str(size) for size in sizes], minor=False)
+    axes.legend(fontsize="small")
     axes.grid(alpha=0.3)
 
 

@@ -17,9 +17,8 @@ from ._problem import Options, Prepared
 
 is_compiling = torch.compiler.is_compiling
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-_CHUNK_TENSORS = itemgetter(*_kda.INPUTS, "cu_seqlens")
-_CHUNK_OPTIONS = itemgetter(
+CHUNK_TENSORS = itemgetter(*_kda.INPUTS, "cu_seqlens")
+CHUNK_OPTIONS = itemgetter(
     "scale",
     "output_final_state",
     "use_qk_l2norm_in_kernel",
@@ -33,8 +32,8 @@ _CHUNK_OPTIONS = itemgetter(
     "cp_context",
     "chunk_size",
 )
-_DECODE_TENSORS = itemgetter(*_kda.INPUTS, "cu_seqlens", "state_indices", "num_accepted")
-_DECODE_OPTIONS = itemgetter(
+DECODE_TENSORS = itemgetter(*_kda.INPUTS, "cu_seqlens", "state_indices", "num_accepted")
+DECODE_OPTIONS = itemgetter(
     "scale",
     "output_final_state",
     "use_qk_l2norm_in_kernel",
@@ -52,6 +51,12 @@ _MOST = 1024
 class _Memory(dict):  # type: ignore[type-arg]
     """Bounded, so that ever changing lengths do not grow it. Holds no tensor."""
 
+    def find(self, key: tuple | None) -> Any:
+        try:
+            return self.get(key)
+        except TypeError:  # an option that cannot be hashed
+            return None
+
     def remember(self, key: tuple, value: Any) -> None:
         if len(self) >= _MOST:
             self.clear()
@@ -62,23 +67,33 @@ _calls = _Memory()
 _gradients = _Memory()
 
 
+def _is_watched() -> bool:
+    """Tracing, dispatch modes and function transforms see operators only."""
+    if is_compiling() or torch._C._len_torch_dispatch_stack():
+        return True
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def needs_operators(tensors: tuple) -> bool:
-    """Tracing, dispatch modes, function transforms and tensor subclasses see operators only."""
-    if is_compiling():
-        return True
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack():
-        return True
+    """As _is_watched; so do tensor subclasses, tensors elsewhere, what is left of a function
+    transform, and tensors that are to be read as their negative."""
     q = tensors[0]
-    if not (q.is_cuda or q.is_cpu):
+    if _is_watched() or not (q.is_cuda or q.is_cpu):
         return True
-    return any(tensor is not None and type(tensor) not in _PLAIN for tensor in tensors)
+    if _torch.reader is not None:
+        return _torch.reader.key(tensors) is None
+    return any(type(t) not in _torch.PLAIN or t.is_neg() for t in tensors if t is not None)
 
 
 def _key(tensors: tuple, options: tuple) -> tuple | None:
     """What the call is known by, if it can be remembered."""
-    if _torch.reader is None or needs_operators(tensors):
+    if _torch.reader is None or _is_watched():
         return None
-    return _torch.reader.key(tensors), options, _native.environment("KDA_IMPL")
+    layouts = _torch.reader.key(tensors)
+    if layouts is None:
+        return None
+    environment = _native.environment
+    return layouts, options, environment("KDA_IMPL"), environment("NATIVE_KDA_DISABLE")
 
 
 def _keep(memory: _Memory, key: tuple | None, prepared: Any) -> None:
@@ -86,9 +101,36 @@ def _keep(memory: _Memory, key: tuple | None, prepared: Any) -> None:
         memory.remember(key, prepared)
 
 
+def _present(tensors: tuple) -> tuple:
+    return tuple([tensor for tensor in tensors if tensor is not None])
+
+
 def _forward(prepared: Prepared, tensors: tuple) -> tuple[torch.Tensor, torch.Tensor | None]:
     results = _problem.execute(_torch, prepared, tensors)
     return results[0], results[1] if len(results) > 1 else None
+
+
+def _chunk_backward(ctx: Any, do: Any, dfinal_state: Any) -> tuple:
+    saved = ctx.saved_tensors
+    if do is None:
+        do = saved[0].new_zeros(()).expand(saved[2].shape)
+    tensors, needs = (*saved, do, dfinal_state), ctx.needs_input_grad[:8]
+    key = _key(tensors, (*ctx.options, *needs))
+    backward = _gradients.find(key)
+    if backward is None:
+        if needs_operators(tensors):
+            how = (saved, ctx.options, needs)
+            return *_library.chunk_kda_backward(do, dfinal_state, *how), None, None
+        backward = _kda.prepare_backward(
+            _torch, do, dfinal_state, saved[:8], saved[8], ctx.options, needs
+        )
+        _keep(_gradients, key, backward)
+    # What takes part in the backward is what was saved.
+    results = _problem.execute(_torch, backward.prepared, _present(tensors))
+    return *backward.in_order((*results, None)), None, None
+
+
+_chunk_backward_once = once_differentiable(_chunk_backward)
 
 
 class ChunkKda(torch.autograd.Function):
@@ -100,38 +142,43 @@ class ChunkKda(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
         ctx.options = prepared.options
         ctx.set_materialize_grads(False)
-        return _forward(prepared, tuple(x for x in inputs if x is not None))
+        return _forward(prepared, _present(inputs))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, do, dfinal_state):
-        saved = ctx.saved_tensors
-        if do is None:
-            do = saved[0].new_zeros(()).expand(saved[2].shape)
-        inputs, cu_seqlens = saved[:8], saved[8]
-        options, needs = ctx.options, ctx.needs_input_grad[:8]
-        key = _key((do, dfinal_state, *saved), (*options, *needs))
-        prepared = _gradients.get(key)
-        if prepared is None:
-            prepared = _kda.prepare_backward(
-                _torch, do, dfinal_state, inputs, cu_seqlens, options, needs
-            )
-            _keep(_gradients, key, prepared)
-        gradients = _kda.run_backward(_torch, prepared, do, dfinal_state, inputs, cu_seqlens)
-        return (*gradients, None, None)
+        # What forbids a second derivative costs microseconds where there can be none.
+        if torch.is_grad_enabled():
+            return _chunk_backward_once(ctx, do, dfinal_state)
+        return _chunk_backward(ctx, do, dfinal_state)
+
+
+# torch.autograd.Function.apply without its preparations for function transforms, which are not
+# there (_is_watched): 4 us.
+_apply = super(torch.autograd.Function, ChunkKda).apply
 
 
 def _run_chunk(prepared: Prepared, tensors: tuple) -> tuple[torch.Tensor, torch.Tensor | None]:
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        return ChunkKda.apply(*tensors, prepared)
-    return _forward(prepared, tuple(x for x in tensors if x is not None))
+        return _apply(*tensors, prepared)
+    return _forward(prepared, _present(tensors))
+
+
+def chunk_was_seen(call: dict[str, Any]) -> bool:
+    return _calls.find(_key(CHUNK_TENSORS(call), CHUNK_OPTIONS(call))) is not None
+
+
+def chunk_again(tensors: tuple, options: tuple) -> tuple | None:
+    """The result if a call like this was made before, its arguments as the getters above give
+    them."""
+    prepared = _calls.find(_key(tensors, options))
+    return None if prepared is None else _run_chunk(prepared, tensors)
 
 
 def chunk_seen(call: dict[str, Any]) -> tuple[tuple | None, tuple | None]:
-    """The result if a call like this was made before, and the key to remember it by; or None."""
-    tensors = _CHUNK_TENSORS(call)
-    key = _key(tensors, _CHUNK_OPTIONS(call))
-    prepared = _calls.get(key)
+    """As chunk_again, and the key to remember the call by."""
+    tensors = CHUNK_TENSORS(call)
+    key = _key(tensors, CHUNK_OPTIONS(call))
+    prepared = _calls.find(key)
     return None if prepared is None else _run_chunk(prepared, tensors), key
 
 
@@ -149,14 +196,14 @@ def chunk_kda(
         return _library.chunk_kda(inputs, cu_seqlens, options, with_state)
     prepared = _kda.prepare_forward(_torch, inputs, cu_seqlens, options, with_state)
     # Only where nothing was cast, reshaped or dropped.
-    if all(a is b for a, b in zip(tensors, _CHUNK_TENSORS(call))):
+    if all(a is b for a, b in zip(tensors, CHUNK_TENSORS(call))):
         _keep(_calls, key, prepared)
     return _run_chunk(prepared, tensors)
 
 
 def _run_decode(prepared: Prepared, tensors: tuple, in_place: bool) -> tuple[Any, Any]:
     states = tensors[7]
-    given = tuple(x for x in tensors if x is not None)
+    given = _present(tensors)
     if not in_place:
         return _forward(prepared, given)
     o, _ = _forward(prepared, (*given, states))
@@ -164,11 +211,17 @@ def _run_decode(prepared: Prepared, tensors: tuple, in_place: bool) -> tuple[Any
     return o, states
 
 
+def recurrent_again(tensors: tuple, options: tuple) -> tuple | None:
+    """As chunk_again. What is remembered says besides whether states are updated in place."""
+    seen = _calls.find(_key(tensors, options))
+    return None if seen is None else _run_decode(seen[0], tensors, seen[1])
+
+
 def recurrent_seen(call: dict[str, Any]) -> tuple[tuple | None, tuple | None]:
-    """As chunk_seen. What is remembered says besides whether states are updated in place."""
-    tensors = _DECODE_TENSORS(call)
-    key = _key(tensors, _DECODE_OPTIONS(call))
-    seen = _calls.get(key)
+    """As chunk_seen."""
+    tensors = DECODE_TENSORS(call)
+    key = _key(tensors, DECODE_OPTIONS(call))
+    seen = _calls.find(key)
     return None if seen is None else _run_decode(seen[0], tensors, seen[1]), key
 
 
@@ -192,6 +245,6 @@ def recurrent_kda(
         return o, inputs[7]
     more = (state_indices, num_accepted, in_place)
     prepared = _kda.prepare_recurrent(_torch, inputs, cu_seqlens, options, with_state, *more)
-    if all(a is b for a, b in zip(tensors, _DECODE_TENSORS(call))):
+    if all(a is b for a, b in zip(tensors, DECODE_TENSORS(call))):
         _keep(_calls, key, (prepared, in_place))
     return _run_decode(prepared, tensors, in_place)

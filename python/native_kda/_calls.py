@@ -171,10 +171,35 @@ def chunk_problem(call: dict[str, Any]) -> tuple[tuple, Options]:
     return inputs, options
 
 
+def chunk_again(tensors: tuple, options: tuple) -> tuple | None:
+    """The result of chunk_kda if a call like this was made before: most of what calls cost the
+    host is saved. The arguments are in the order of _autograd.CHUNK_TENSORS and CHUNK_OPTIONS."""
+    if not is_torch(tensors[0]) or is_tracing():
+        return None
+    return _autograd.chunk_again(tensors, options)
+
+
+def recurrent_again(tensors: tuple, options: tuple) -> tuple | None:
+    """As chunk_again, of fused_recurrent_kda."""
+    if not is_torch(tensors[0]) or is_tracing():
+        return None
+    return _autograd.recurrent_again(tensors, options)
+
+
+def _may_be_seen(call: dict[str, Any], length: int) -> bool:
+    """Whether the call is one of those that are remembered."""
+    return is_torch(call["q"]) and not is_tracing() and len(call) == length
+
+
+def was_seen(call: dict[str, Any]) -> bool:
+    """Whether a call of chunk_kda like this was made before, so that it needs no checks."""
+    return _may_be_seen(call, _CHUNK_LENGTH) and _autograd.chunk_was_seen(call)
+
+
 def chunk(call: dict[str, Any]) -> tuple[Any, ...]:
     """chunk_kda."""
     result = key = None
-    if is_torch(call["q"]) and not is_tracing() and len(call) == _CHUNK_LENGTH:
+    if _may_be_seen(call, _CHUNK_LENGTH):
         result, key = _autograd.chunk_seen(call)
         if result is not None:
             return result
@@ -250,7 +275,7 @@ def chunk_backward(
 def recurrent(call: dict[str, Any]) -> tuple[Any, Any]:
     """fused_recurrent_kda."""
     result = key = None
-    if is_torch(call["q"]) and not is_tracing() and len(call) == _RECURRENT_LENGTH:
+    if _may_be_seen(call, _RECURRENT_LENGTH):
         result, key = _autograd.recurrent_seen(call)
         if result is not None:
             return result

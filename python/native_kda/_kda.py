@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 from . import _checks, _problem
 from ._problem import CHUNK_BWD, CHUNK_FWD, RECURRENT, Options, Prepared, Sizes
@@ -11,6 +13,11 @@ INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "dinitial_state")
 
 Rows = list[tuple[str, Any]]
+
+
+class Backward(NamedTuple):
+    prepared: Prepared
+    in_order: Callable[[tuple], tuple]  # of the results and None: the gradients as in GRADIENTS
 
 
 def taking_part(inputs: tuple, cu_seqlens: Any, options: Options) -> Rows:
@@ -79,7 +86,7 @@ def prepare_backward(
     cu_seqlens: Any,
     options: Options,
     needs: tuple[bool, ...],
-) -> Prepared | None:
+) -> Backward | None:
     """Outputs: the gradients needed, of inputs that take part; None if there is none."""
     rows = taking_part(inputs, cu_seqlens, options)
     names = {name for name, _ in rows}
@@ -92,24 +99,10 @@ def prepare_backward(
         return None
     rows += [("do", do)] + ([] if dfinal_state is None else [("dfinal_state", dfinal_state)])
     sizes = sizes_of(inputs, cu_seqlens)
-    return _problem.prepare(frame, CHUNK_BWD, sizes, options, rows, outputs)
-
-
-def run_backward(
-    frame: Any,
-    prepared: Prepared,
-    do: Any,
-    dfinal_state: Any,
-    inputs: tuple,
-    cu_seqlens: Any,
-) -> list[Any]:
-    """The gradients in the order of the inputs; None where there is none."""
-    tensors = (*tensors_of(taking_part(inputs, cu_seqlens, prepared.options)), do)
-    if dfinal_state is not None:
-        tensors += (dfinal_state,)
-    results = _problem.execute(frame, prepared, tensors)
-    found = {row[0]: result for row, result in zip(prepared.outputs, results)}
-    return [found.get(name) for name in GRADIENTS]
+    prepared = _problem.prepare(frame, CHUNK_BWD, sizes, options, rows, outputs)
+    names = [name for name, _, _ in outputs]
+    places = [names.index(name) if name in names else -1 for name in GRADIENTS]
+    return Backward(prepared, itemgetter(*places))
 
 
 def backward(
@@ -120,13 +113,16 @@ def backward(
     cu_seqlens: Any,
     options: Options,
     needs: tuple[bool, ...],
-) -> list[Any]:
+) -> tuple:
     """The gradients of the inputs, in their order; None where not asked for."""
     how = (inputs, cu_seqlens, options, needs)
-    prepared = prepare_backward(frame, do, dfinal_state, *how)
-    if prepared is None:
-        return [None] * len(GRADIENTS)
-    return run_backward(frame, prepared, do, dfinal_state, inputs, cu_seqlens)
+    found = prepare_backward(frame, do, dfinal_state, *how)
+    if found is None:
+        return (None,) * len(GRADIENTS)
+    tensors = (*tensors_of(taking_part(inputs, cu_seqlens, options)), do)
+    if dfinal_state is not None:
+        tensors += (dfinal_state,)
+    return found.in_order((*_problem.execute(frame, found.prepared, tensors), None))
 
 
 def decode_rows(

@@ -139,6 +139,16 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.set_materialize_grads(False)
 
 
+def chunk_kda_backward(
+    do: torch.Tensor, dfinal_state: Any, inputs: tuple, options: tuple, needs: tuple[bool, ...]
+) -> tuple:
+    """The backward as an operator. `inputs` end with cu_seqlens; None where not needed."""
+    gradients = torch.ops.native_kda.chunk_kda_backward(
+        do, dfinal_state, *inputs, *options, list(needs)
+    )
+    return tuple(gradient if need else None for gradient, need in zip(gradients, needs))
+
+
 def _backward(ctx: Any, do: torch.Tensor | None, dfinal_state: torch.Tensor | None) -> tuple:
     saved = ctx.saved_tensors
     v = saved[2]
@@ -146,14 +156,9 @@ def _backward(ctx: Any, do: torch.Tensor | None, dfinal_state: torch.Tensor | No
         do = v.new_zeros(()).expand(v.shape)
     if not ctx.output_final_state:
         dfinal_state = None
-    needs = list(ctx.needs_input_grad[:8])
-    gradients = torch.ops.native_kda.chunk_kda_backward(
-        do, dfinal_state, *saved, *ctx.options, needs
-    )
-    return (
-        *(gradient if need else None for gradient, need in zip(gradients, needs)),
-        *(None,) * 10,
-    )
+    needs = ctx.needs_input_grad[:8]
+    gradients = chunk_kda_backward(do, dfinal_state, saved, ctx.options, needs)
+    return (*gradients, *(None,) * 10)
 
 
 torch.library.register_autograd(

@@ -208,10 +208,10 @@ def prepare(
 
 def execute(frame: Frame, prepared: Prepared, tensors: tuple) -> list[Any]:
     """Runs on the tensors that took part in prepare, in their order; returns the outputs."""
-    like = tensors[0]
+    like, empty_like = tensors[0], frame.empty_like
     # Most outputs are like an input: that takes torch half the time of a shape and a dtype.
     results = [
-        frame.empty(shape, dtype, like) if model is None else frame.empty_like(tensors[model])
+        frame.empty(shape, dtype, like) if model is None else empty_like(tensors[model])
         for (_, shape, dtype), model in zip(prepared.outputs, prepared.models)
     ]
     size, device = prepared.workspace_bytes, prepared.device

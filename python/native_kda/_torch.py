@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,11 @@ def describe(rows: list[tuple[str, torch.Tensor]]) -> tuple[tuple, tuple[int, in
         shape = tensor.shape
         if not dtype or not shape:
             raise _problem.not_a_tensor(name, tensor)
+        if tensor.is_neg():  # memory holds the negative of what the tensor means
+            raise _problem.ArgumentError(
+                f"{name}: found the imaginary part of a conjugate, expected a tensor with its own "
+                "values; resolve_neg() makes one"
+            )
         if tensor.get_device() != index:
             raise _problem.elsewhere(name, _device(tensor.get_device()), first, _device(index))
         layouts.append((_ID[name], dtype, shape, tensor.stride()))
@@ -58,16 +64,16 @@ def empty(shape: tuple, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(shape, dtype=dtype)
 
 
-def empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+empty_like = partial(torch.empty_like, memory_format=torch.contiguous_format)
 
-
+# Subclasses may mean anything by their memory.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 # Reads plain tensors in a tenth of a microsecond each; None before torch 2.10.
 reader: _native.Reader | None = None
 _table = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 if _table is not None:
     try:
-        reader = _native.Reader(_table)
+        reader = _native.Reader(_table, PLAIN)
     except ValueError:  # of a later version of DLPack
         pass
 

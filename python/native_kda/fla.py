@@ -166,7 +166,7 @@ def _verify(function: str, args: tuple, kwargs: dict[str, Any]) -> tuple[bool, s
         return False, "NATIVE_KDA_DISABLE is set"
     try:
         call = _CALLS[function](args, kwargs)
-        if function == "chunk_kda":
+        if function == "chunk_kda" and not _calls.was_seen(call):
             support.plan(call)
     except (UnsupportedError, ValueError, TypeError) as error:
         # fla takes an error here for a no. It is raised when the call runs.

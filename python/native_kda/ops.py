@@ -129,6 +129,25 @@ def chunk_kda(
         (o, final_state), or (o, final_state, h). o: [B, T, HV, V] in the dtype of q. final_state:
         fp32 in the layout of initial_state, or None.
     """
+    if backend == "auto" and not kwargs:
+        tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+        options = (
+            scale,
+            output_final_state,
+            use_qk_l2norm_in_kernel,
+            use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel,
+            allow_neg_eigval,
+            safe_gate,
+            lower_bound,
+            return_intermediate_states,
+            state_v_first,
+            cp_context,
+            chunk_size,
+        )
+        result = _calls.chunk_again(tensors, options)
+        if result is not None:
+            return result
     call = dict(
         q=q,
         k=k,
@@ -227,6 +246,22 @@ def fused_recurrent_kda(
     Returns:
         (o, final_state). final_state is the tensor initial_state where that is updated in place.
     """
+    if backend == "auto" and not kwargs:
+        tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+        options = (
+            scale,
+            output_final_state,
+            use_qk_l2norm_in_kernel,
+            use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel,
+            allow_neg_eigval,
+            lower_bound,
+            state_v_first,
+            in_place,
+        )
+        result = _calls.recurrent_again((*tensors, state_indices, num_accepted), options)
+        if result is not None:
+            return result
     call = dict(
         q=q,
         k=k,

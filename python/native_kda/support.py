@@ -55,8 +55,8 @@ def plan(call: dict[str, Any], backward: bool = False) -> Any:
     # The gradient of o, for its dtype and shape.
     do = frame.empty(tuple(inputs[2].shape), inputs[0].dtype, inputs[0])
     needs = (True,) * len(_kda.GRADIENTS)
-    prepared: Any = _kda.prepare_backward(frame, do, None, inputs, cu_seqlens, options, needs)
-    return prepared.plan
+    backward: Any = _kda.prepare_backward(frame, do, None, inputs, cu_seqlens, options, needs)
+    return backward.prepared.plan
 
 
 def warmup(

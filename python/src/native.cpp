@@ -4,6 +4,7 @@
 // DLPack or the buffer protocol are turned into those numbers by describe(); Reader reads the
 // tensors of a package that has DLPack's C functions (torch from 2.10 on) in a fraction of that
 // time.
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -156,15 +157,17 @@ struct ExchangeTable {
 /// Reads the tensors of one package through its table, a tenth of a microsecond each.
 class Reader {
  public:
-  explicit Reader(nb::capsule table) : keep_(table) {
+  Reader(nb::capsule table, nb::tuple types) : keep_(table), types_(types) {
     table_ = static_cast<const ExchangeTable*>(table.data("dlpack_exchange_api"));
     if (table_ == nullptr || table_->major != 1 || table_->tensor_from_object == nullptr) {
       throw nb::value_error("expected a table of version 1 of DLPack's C functions");
     }
   }
 
-  /// Equal for tensors of equal dtypes, devices, shapes and strides; None is a tensor too.
-  nb::bytes key(nb::tuple tensors) const {
+  /// Equal for tensors of equal dtypes, devices, shapes and strides; None is a tensor too. None if
+  /// one is of another type than those that the reader was made for, cannot be read, or is to be
+  /// read as its negative.
+  nb::object key(nb::tuple tensors) const {
     std::string text;
     text.reserve(96 * tensors.size());
     for (nb::handle item : tensors) {
@@ -172,7 +175,13 @@ class Reader {
         text.push_back(0);
         continue;
       }
-      const nb::dlpack::dltensor tensor = read(item);
+      nb::dlpack::dltensor tensor;
+      if (!is_plain(item)) return nb::none();
+      if (table_->tensor_from_object(item.ptr(), &tensor) != 0) {
+        PyErr_Clear();
+        return nb::none();
+      }
+      if (may_be_negated(tensor) && nb::cast<bool>(item.attr("is_neg")())) return nb::none();
       text.push_back(static_cast<char>(1 + tensor.ndim));
       append(text, &tensor.dtype, sizeof tensor.dtype);
       append(text, &tensor.device, sizeof tensor.device);
@@ -193,6 +202,20 @@ class Reader {
   }
 
  private:
+  /// Subclasses may mean anything by their memory.
+  bool is_plain(nb::handle item) const {
+    for (nb::handle type : types_) {
+      if (item.type().is(type)) return true;
+    }
+    return false;
+  }
+
+  /// Only the imaginary part of a complex tensor is, and all its strides are even.
+  static bool may_be_negated(const nb::dlpack::dltensor& tensor) {
+    return std::all_of(tensor.strides, tensor.strides + tensor.ndim,
+                       [](int64_t stride) { return stride % 2 == 0; });
+  }
+
   nb::dlpack::dltensor read(nb::handle item) const {
     nb::dlpack::dltensor tensor;
     if (table_->tensor_from_object(item.ptr(), &tensor) != 0) throw nb::python_error();
@@ -204,6 +227,7 @@ class Reader {
   }
 
   nb::capsule keep_;
+  nb::tuple types_;
   const ExchangeTable* table_ = nullptr;
 };
 
@@ -283,7 +307,7 @@ NB_MODULE(_native, m) {
       .def("run", &Plan::run, nb::arg("addresses"), nb::arg("workspace"),
            nb::arg("workspace_bytes"), nb::arg("stream"));
   nb::class_<Reader>(m, "Reader")
-      .def(nb::init<nb::capsule>(), nb::arg("table"))
+      .def(nb::init<nb::capsule, nb::tuple>(), nb::arg("table"), nb::arg("types"))
       .def("key", &Reader::key, nb::arg("tensors"))
       .def("run", &Reader::run, nb::arg("plan"), nb::arg("tensors"), nb::arg("workspace"),
            nb::arg("workspace_bytes"), nb::arg("stream"));

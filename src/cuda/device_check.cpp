@@ -32,6 +32,9 @@ Status check_device_facts(const DeviceFacts& facts) {
     return {StatusCode::kInvalidArgument,
             fmt::format("device index: found {}, expected 0..{}", index, facts.devices - 1)};
   }
+  if (facts.asked != cudaSuccess) {
+    return device_error(fmt::format("compute capability of cuda:{}", index).c_str(), facts.asked);
+  }
   if (facts.major < kLeastMajor) {
     return {StatusCode::kUnsupported,
             fmt::format("cuda:{} has compute capability {}.{}, {}.0 or more is needed", index,

@@ -26,7 +26,8 @@ struct DeviceFacts {
   int devices = 0;
   int major = 0;  ///< compute capability
   int minor = 0;
-  cudaError_t code = cudaSuccess;  ///< of asking for the attributes of a kernel of this build
+  cudaError_t asked = cudaSuccess;  ///< of asking for it
+  cudaError_t code = cudaSuccess;   ///< of asking for the attributes of a kernel of this build
 };
 
 /// OK if kernels of this build can run there.

@@ -44,8 +44,13 @@ Status check_device(const Device& device) {
     return device_error("number of devices", error);
   }
   if (device.index >= 0 && device.index < facts.devices) {
-    forget(cudaDeviceGetAttribute(&facts.major, cudaDevAttrComputeCapabilityMajor, device.index));
-    forget(cudaDeviceGetAttribute(&facts.minor, cudaDevAttrComputeCapabilityMinor, device.index));
+    for (const auto& [part, attribute] :
+         {std::pair{&facts.major, cudaDevAttrComputeCapabilityMajor},
+          std::pair{&facts.minor, cudaDevAttrComputeCapabilityMinor}}) {
+      const cudaError_t error = cudaDeviceGetAttribute(part, attribute, device.index);
+      forget(error);
+      if (error != cudaSuccess) facts.asked = error;
+    }
   }
   if (Status status = check_device_facts(facts); !status.ok()) return status;
   const DeviceGuard guard(device.index);

@@ -86,18 +86,26 @@ bool loses_context(cudaError_t error) {
   }
 }
 
+/// What to do about it, as the end of a message.
+const char* advice(cudaError_t error) {
+  if (loses_context(error)) {
+    return "; a kernel that ran before, of whatever library, left the CUDA context unusable: "
+           "restart the process";
+  }
+  if (error == cudaErrorInitializationError) {
+    return "; a child of a fork cannot use CUDA after its parent did: start it anew (spawn)";
+  }
+  return "";
+}
+
 }  // namespace
 
 Status device_error(const char* what, cudaError_t error) {
   cudaGetLastError();
   const StatusCode code =
       error == cudaErrorMemoryAllocation ? StatusCode::kOutOfMemory : StatusCode::kDeviceError;
-  return {code,
-          fmt::format("{}: {} ({}){}", what, cudaGetErrorString(error), cudaGetErrorName(error),
-                      loses_context(error) ? "; a kernel that ran before, of whatever "
-                                             "library, left the CUDA context unusable: "
-                                             "restart the process"
-                                           : "")};
+  return {code, fmt::format("{}: {} ({}){}", what, cudaGetErrorString(error),
+                            cudaGetErrorName(error), advice(error))};
 }
 
 Status launch_raw(const LaunchShape& shape, const void* kernel, void** arguments,

@@ -79,14 +79,30 @@ TEST(StressDraw, EveryProblemIsValidAndEveryKindOccurs) {
     seen["V first"] += d.problem.state_v_first;
     seen["in place"] += d.state_in_place;
     seen["no token"] += d.problem.sizes.T == 0;
+    seen["long"] += d.problem.sizes.T > 2000;
     seen["grouped"] += d.problem.sizes.HV > d.problem.sizes.H;
     seen["dyed"] += d.dyed >= 0;
     seen["wrong list"] += d.wrong_list;
     seen["stride 0"] += !d.repeated.empty();
   }
-  // Operations, families, dtypes of q, gates, arrangements, tensors and the seven above.
-  EXPECT_EQ(seen.size(), kOperationCount + cases::kFamilies.size() + 4 + 3 + 6 + kTensorCount + 7);
+  // Operations, families, dtypes of q, gates, arrangements, tensors and the eight above.
+  EXPECT_EQ(seen.size(), kOperationCount + cases::kFamilies.size() + 4 + 3 + 6 + kTensorCount + 8);
   for (const auto& [kind, count] : seen) EXPECT_GE(count, 15) << kind;
+}
+
+TEST(StressDraw, StridesAreKnownBeforeTheRun) {
+  const Draw repeated = first([](const Draw& d) {
+    return !d.repeated.empty() && d.repeated[0].second == 1 && d.problem.sizes.T > 2;
+  });
+  const TensorId id = repeated.repeated[0].first;
+  EXPECT_EQ(arranged(repeated.problem, conditions_of(repeated))[id].stride[1], 0);
+  const Draw in_place = first([](const Draw& d) {
+    return d.state_in_place && d.repeated.empty() &&
+           d.arrangement == cases::Arrangement::kTransposed;
+  });
+  const Problem problem = arranged(in_place.problem, conditions_of(in_place));
+  EXPECT_NE(problem[kInitialState].stride, in_place.problem[kInitialState].stride);
+  EXPECT_EQ(problem[kInitialState].stride, problem[kFinalState].stride);
 }
 
 TEST(StressInputs, OtherVariantsHaveTheSameShapes) {

@@ -92,6 +92,7 @@ class BadUsage(ProgramTest):
             ["verify", "--what"],
             ["bench", "--shape", "1,2,3"],
             ["bench", "--shape", "1,2,3,4,5,x"],
+            ["bench", "--shape", "1,64,1,1,32,32", "--shape", "1,2,3"],
             ["bench", "--suite", "sprint"],
             ["bench", "--dtype", "int8"],
             ["bench", "--gate", "relu"],
@@ -575,6 +576,14 @@ class Bench(ProgramTest):
                          "kda bench --shape 1,64,1,1,32,32 --repeat 1 --device cpu "
                          "--impl 'cpu_chunk_fwd, cpu_chunk_bwd' --json")
 
+    def test_shapes_are_timed_one_after_the_other(self):
+        shapes = ([1, 64, 1, 1, 32, 32], [2, 32, 1, 2, 32, 16])
+        arguments = [word for shape in shapes for word in ("--shape", ",".join(map(str, shape)))]
+        result = kda("bench", "--suite", "prefill", *arguments, "--repeat", "1", "--device", "cpu",
+                     "--json")
+        self.check(result, 0)
+        self.assertEqual([row["shape"] for row in self.lines(result)[1:]], list(shapes))
+
     def test_packed_sequences_are_timed(self):
         result = kda("bench", "--suite", "prefill", "--shape", "1,48,1,2,32,32", "--lengths",
                      "16,0,31,1", "--repeat", "1", "--device", "cpu", "--json")
@@ -585,7 +594,9 @@ class Bench(ProgramTest):
     def test_lengths_that_do_not_fit_are_named(self):
         for arguments, found in ((("--shape", "1,48,1,2,32,32", "--lengths", "16,31"), "sum is 47"),
                                  (("--shape", "2,48,1,2,32,32", "--lengths", "48"), "B = 2"),
-                                 (("--lengths", "48"), "--shape"),
+                                 (("--lengths", "48"), "0 of --shape"),
+                                 (("--shape", "1,48,1,2,32,32") * 2 + ("--lengths", "48"),
+                                  "2 of --shape"),
                                  (("--suite", "decode", "--lengths", "48"), "decode")):
             with self.subTest(found):
                 result = kda("bench", "--device", "cpu", "--json", *arguments)
@@ -632,6 +643,16 @@ class Stress(ProgramTest):
         # Every problem is one that the reference takes.
         tried = sum(row["calls"] for row in rows if row["impl"].startswith("reference_"))
         self.assertEqual(tried, 12)
+
+    def test_each_row_gets_a_share_of_the_calls(self):
+        result = kda("stress", "--seed", "4", "--problems", "60", "--device", "cpu", "--impl",
+                     "cpu", "--json")
+        self.check(result, 0)
+        (summary,) = self.lines(result)
+        self.assertEqual(summary["problems"], 60)
+        calls = {row["impl"]: row["calls"] for row in summary["implementations"]}
+        self.assertEqual(len(calls), 11)
+        self.assertGreaterEqual(min(calls.values()), 2, calls)
 
     def test_one_problem_can_be_repeated(self):
         ask = ("stress", "--seed", "4", "--case", "3", "--device", "cpu")

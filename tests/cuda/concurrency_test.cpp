@@ -80,28 +80,36 @@ TEST_P(CudaReports, RACE_01_StatesOfManyShortSequencesNeverChange) {
   }
 }
 
-// A length that hung elsewhere, with zero-filled inputs: every input is one row of zeros.
+// A length that hung elsewhere, with zero-filled inputs: one row of zeros, repeated by strides of 0
+// where the family takes them.
 TEST_P(CudaReports, RACE_04_LongZeroInputEnds) {
   constexpr int64_t kHeads = 128;
   constexpr int64_t kDim = 128;
-  const DeviceBuffer zeros(kDim * sizeof(float));
-  require(cudaMemset(zeros.address(), 0, kDim * sizeof(float)));
   for (const int64_t T : {16160, 16224, 16448}) {
     Problem problem = Problem::make(Operation::kChunkForward,
                                     {1, T, kHeads, kHeads, kDim, kDim, 0, 0}, DType::kBF16);
-    Args args;
     for (const TensorSpec& spec : tensors_of(problem.operation)) {
-      if (spec.role != Role::kInput || !problem.has(spec.id)) continue;
+      if (is_hopper() || spec.role != Role::kInput || !problem.has(spec.id)) continue;
       TensorLayout layout = problem.canonical_layout(spec.id);
       layout.stride = {0, 0, 0, layout.rank == 4 ? 1 : 0};
       problem.set(spec.id, layout);
-      args.in(spec.id, zeros.address());
     }
     const Plan plan = make_plan(problem, device(), options()).value();
+    int64_t most = kDim * int64_t{sizeof(float)};
+    for (const TensorId id : {TensorId::kQ, TensorId::kG}) {
+      if (is_hopper()) most = std::max(most, plan.problem().bytes(id));
+    }
     const auto o_bytes = static_cast<std::size_t>(plan.problem().bytes(TensorId::kO));
-    KDA_NEEDS_MEMORY(plan.workspace_bytes() + o_bytes + (std::size_t{1} << 30));
+    const auto zero_bytes = static_cast<std::size_t>(most);
+    KDA_NEEDS_MEMORY(plan.workspace_bytes() + o_bytes + zero_bytes + (std::size_t{1} << 30));
+    const DeviceBuffer zeros(zero_bytes);
+    require(cudaMemset(zeros.address(), 0, zero_bytes));
     const DeviceBuffer o(o_bytes);
     const DeviceBuffer workspace(plan.workspace_bytes());
+    Args args;
+    for (const TensorSpec& spec : tensors_of(problem.operation)) {
+      if (spec.role == Role::kInput && problem.has(spec.id)) args.in(spec.id, zeros.address());
+    }
     args.out(TensorId::kO, o.address());
     args.workspace = workspace.address();
     args.workspace_bytes = plan.workspace_bytes();

@@ -34,6 +34,17 @@ TEST(DriverCheck, SaysWhatIsMissing) {
             std::string::npos);
 }
 
+// As in the child of a fork, where the number of devices is known and nothing else is.
+TEST(DeviceCheck, ADeviceThatDoesNotAnswerIsNoOldGpu) {
+  DeviceFacts facts;
+  facts.devices = 1;
+  facts.asked = cudaErrorInitializationError;
+  const Status status = check_device_facts(facts);
+  EXPECT_EQ(status.code(), StatusCode::kDeviceError);
+  EXPECT_TRUE(says(status, "compute capability of cuda:0: ")) << status.message();
+  EXPECT_TRUE(says(status, "child of a fork")) << status.message();
+}
+
 TEST(DeviceCheck, AnOldGpuOrOneWithoutCodeIsUnsupported) {
   EXPECT_TRUE(verdict(8, 0, cudaSuccess).ok());
   EXPECT_TRUE(verdict(12, 1, cudaSuccess).ok());

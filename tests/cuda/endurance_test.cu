@@ -1,5 +1,6 @@
 // A long run on a GPU: thousands of calls of changing shapes, many threads, and errors of others.
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include <cstdio>
 #include <cstdlib>
@@ -160,6 +161,35 @@ TEST(CudaErrors, AFaultOfAKernelIsSaidByEveryLaterCall) {
   KDA_NEEDS_GPU();
   testing::GTEST_FLAG(death_test_style) = "threadsafe";  // a process without this one's context
   EXPECT_EXIT(std::_Exit(use_a_lost_context()), testing::ExitedWithCode(0), "restart the process");
+}
+
+/// In a process of its own: 0 if a child of its fork is told that it cannot use CUDA, and the
+/// parent still can.
+int fork_after_cuda() {
+  const Case c = cases::generate(packed_spec({0, 65, 65, 193, 300}));
+  DeviceCase device(backward_problem(c), c.inputs);
+  device.run();
+  const pid_t child = fork();
+  if (child == 0) {
+    const Status ran = device.plan().run(device.args());
+    const Status planned = supports(device.plan().problem(), {DeviceType::kCuda, 0});
+    for (const Status& status : {ran, planned}) {
+      std::fprintf(stderr, "child: %s\n", status.message().c_str());
+      if (status.code() != StatusCode::kDeviceError) std::_Exit(2);
+      if (status.message().find("child of a fork") == std::string::npos) std::_Exit(3);
+    }
+    std::_Exit(0);
+  }
+  int status = 1;
+  if (waitpid(child, &status, 0) != child || status != 0) return 4;
+  device.run();
+  return 0;
+}
+
+TEST(CudaErrors, AChildOfAForkIsToldThatItCannotUseCuda) {
+  KDA_NEEDS_GPU();
+  testing::GTEST_FLAG(death_test_style) = "threadsafe";
+  EXPECT_EXIT(std::_Exit(fork_after_cuda()), testing::ExitedWithCode(0), "child: ");
 }
 
 }  // namespace

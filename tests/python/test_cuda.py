@@ -13,6 +13,7 @@ if not any(row["device"] == "cuda" for row in native_kda.support_matrix()):
     pytest.skip("native_kda was built without CUDA", allow_module_level=True)
 
 FLAGS = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
+HOPPER = torch.cuda.get_device_capability() == (9, 0)
 
 
 def inputs(seed=0, dtype=torch.bfloat16, grad=True, B=2, T=130, H=2, HV=2, K=64, V=64):
@@ -63,7 +64,7 @@ def test_all_gradients_match_the_recurrence(dtype, shape, lower_bound):
     assert all(name.startswith(("cuda_", "sm90_")) for name in native_kda.hits())
 
 
-@pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="not a Hopper GPU")
+@pytest.mark.skipif(not HOPPER, reason="not a Hopper GPU")
 @pytest.mark.parametrize("V", [128, 256])
 def test_what_runs_by_default_on_hopper(V):
     x = inputs(K=128, V=V)
@@ -152,11 +153,52 @@ def test_side_streams():
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU only")
-def test_second_device():
-    """DEV-01."""
-    x = {n: t.to("cuda:1") for n, t in inputs().items()}
-    o, _ = native_kda.chunk_kda(**x, **FLAGS)
-    assert o.device.index == 1 and torch.cuda.current_device() == 0
+@pytest.mark.parametrize("V", [64, 256])
+def test_second_device(V):
+    """DEV-01: tensors on a device that is not the current one."""
+    x = inputs(K=V // 2 if V == 256 else V, V=V)
+    weights = weights_of(x)
+    there = {n: t.detach().to("cuda:1").requires_grad_() for n, t in x.items()}
+    o, s, gradients = found(x, weights)
+    other_o, other_s, others = found(there, [w.to("cuda:1") for w in weights])
+    assert torch.cuda.current_device() == 0
+    pairs = {"o": (o, other_o), "final_state": (s, other_s)}
+    pairs |= {f"d{n}": (gradients[n], others[n]) for n in x}
+    for name, (a, b) in pairs.items():
+        assert b.device.index == 1, name
+        assert ratio(a.detach().double().cpu(), b.detach().double().cpu()) < 1e-4, name
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU only")
+def test_graph_and_decode_on_the_second_device():
+    x = {n: t.detach().to("cuda:1").requires_grad_() for n, t in inputs().items()}
+
+    def step():
+        o, _ = native_kda.chunk_kda(**x, **FLAGS)
+        return o, *torch.autograd.grad(o.float().square().sum(), list(x.values()))
+
+    with torch.cuda.device(1):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            want = step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(want, captured))
+
+    y = {n: t.detach() for n, t in x.items()}
+    states = y.pop("initial_state")
+    whole, state = native_kda.fused_recurrent_kda(**y, **FLAGS, initial_state=states,
+                                                  output_final_state=True)
+    same = states.clone()
+    for t in range(y["q"].shape[1]):
+        one = {n: z[:, t : t + 1] if z.dim() > 2 else z for n, z in y.items()}
+        o, _ = native_kda.fused_recurrent_kda(**one, **FLAGS, initial_state=same, in_place=True)
+        assert ratio(whole[:, t : t + 1].float().cpu(), o.float().cpu()) < 5e-3
+    assert ratio(state.cpu(), same.cpu()) < 1e-3 and torch.cuda.current_device() == 0
 
 
 def test_tensors_elsewhere_are_named():
@@ -242,6 +284,53 @@ def test_compiled(backend):
     ga, gb = (torch.autograd.grad(o.float().square().sum(), list(x.values())) for o in (a, b)
               if o is not None)
     assert all(torch.equal(s, t) for s, t in zip(ga, gb))
+
+
+def test_compiled_with_dynamic_lengths():
+    """GRAPH-01: one graph serves every length."""
+    testing = pytest.importorskip("torch._dynamo.testing")
+    counter = testing.CompileCounterWithBackend("inductor")
+    compiled = torch.compile(native_kda.chunk_kda, fullgraph=True, dynamic=True, backend=counter)
+    for T in (70, 130, 200):
+        x = inputs(T=T, K=128, V=128)
+        pairs = []
+        for function in (native_kda.chunk_kda, compiled):
+            o, s = function(**x, **FLAGS, output_final_state=True)
+            loss = o.float().square().sum() + s.square().sum()
+            pairs.append((o, s, *torch.autograd.grad(loss, list(x.values()))))
+        assert all(torch.equal(a, b) for a, b in zip(*pairs))
+    assert counter.frame_count == 1
+
+
+def test_opcheck():
+    x = inputs(T=70, K=128, V=128)
+    names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+    call = (*(x[n] for n in names), None, 1, 0.0, None, True, True, False, False, 64, True)
+    native_kda.chunk_kda(**x, **FLAGS)  # registers the operators where torch was imported later
+    torch.library.opcheck(torch.ops.native_kda.chunk_kda, call, test_utils=(
+        "test_schema", "test_autograd_registration", "test_faketensor"))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_under_autocast(reentrant):
+    x = inputs(K=128, V=128)
+    checkpoint = torch.utils.checkpoint.checkpoint
+    x["q"] = x["q"].detach().float().requires_grad_()  # autocast aligns it
+
+    def layer(*tensors):
+        return native_kda.chunk_kda(**dict(zip(x, tensors)), **FLAGS)[0]
+
+    pairs = []
+    for checkpointed in (False, True):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            o = (checkpoint(layer, *x.values(), use_reentrant=reentrant) if checkpointed
+                 else layer(*x.values()))
+        for t in x.values():
+            t.grad = None
+        o.float().square().sum().backward()
+        pairs.append((o, *(t.grad for t in x.values())))
+    assert all(torch.equal(a, b) for a, b in zip(*pairs))
+    assert native_kda.hits()["sm90_chunk_fwd" if HOPPER else "cuda_chunk_fwd"] == 3
 
 
 def test_stages_give_the_whole():

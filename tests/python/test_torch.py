@@ -163,6 +163,36 @@ def test_calls_that_differ_are_told_apart(monkeypatch):
     assert native_kda.hits() == {"reference_chunk_fwd": 1, "cpu_chunk_fwd": 1}
 
 
+def test_calls_made_before_skip_the_checks(monkeypatch):
+    x = inputs(T=20, grad=False)
+    y = {n: t[:, :1] if t.dim() > 2 and n not in ("initial_state", "A_log", "dt_bias") else t
+         for n, t in x.items()}
+    indices = torch.tensor([1, 0], dtype=torch.int32)
+
+    def calls():
+        return (*native_kda.chunk_kda(**x, **FLAGS, output_final_state=True),
+                native_kda.chunk_kda(**x, **FLAGS, lower_bound=-1.0, safe_gate=True)[0],
+                native_kda.fused_recurrent_kda(**y, **FLAGS)[0],
+                *native_kda.fused_recurrent_kda(**{**y, "initial_state": pool.clone()}, **FLAGS,
+                                                state_indices=indices))
+
+    pool = x["initial_state"]
+    first = calls()
+    for name in ("chunk", "recurrent"):
+        monkeypatch.setattr(native_kda._calls, name, None)
+    assert all(torch.equal(a, b) for a, b in zip(first, calls()))
+    monkeypatch.setenv("NATIVE_KDA_DISABLE", "1")
+    monkeypatch.setattr(native_kda.ops, "_to_fla", lambda function, reason, *how: (reason,) * 2)
+    assert calls()[0] == "NATIVE_KDA_DISABLE is set"
+
+
+def test_options_that_cannot_be_hashed():
+    x = inputs(T=20, grad=False)
+    want = native_kda.chunk_kda(**x, **FLAGS, scale=0.5)[0]
+    for _ in range(2):
+        assert torch.equal(want, native_kda.chunk_kda(**x, **FLAGS, scale=np.array(0.5))[0])
+
+
 def test_results_are_contiguous_whatever_the_inputs():
     """Results are allocated like inputs, whose strides they must not take over."""
     x = inputs(T=20)
@@ -291,6 +321,33 @@ def test_expanded_gradients_need_no_copy():
     o, _ = native_kda.chunk_kda(**x, **FLAGS)
     o.backward(torch.ones_like(o))
     assert all(torch.equal(first[n], t.grad) for n, t in x.items())
+
+
+def test_tensors_that_are_not_what_their_memory_holds():
+    """The imaginary part of a conjugate is negated when it is read; what a function transform
+    leaves behind has no memory of its own."""
+    x = inputs(T=20, grad=False)
+
+    def negated(t):
+        view = torch.complex(torch.zeros_like(t), -t).conj().imag
+        assert view.is_neg() and torch.equal(view, t)
+        return view
+
+    left = []
+    torch.func.grad(lambda k: left.append(k * 1.0) or k.sum())(x["k"])
+    do = weights_of(x)[0].float()
+    results = []
+    for changes in ({}, {"v": negated(x["v"])}, {"k": left[0]}):
+        for wanted in (None, "q"):
+            y = {n: t.clone().requires_grad_() if n == wanted else t
+                 for n, t in {**x, **changes}.items()}
+            o, _ = native_kda.chunk_kda(**y, **FLAGS)
+            given = negated(do) if changes else do
+            results.append((o, *(torch.autograd.grad(o, y["q"], given) if wanted else ())))
+    for i in (2, 3, 4, 5):
+        assert all(torch.equal(a, b) for a, b in zip(results[i % 2], results[i]))
+    with pytest.raises(ValueError, match="g: found the imaginary part of a conjugate"):
+        native_kda.stages.gate_cumsum(negated(-x["g"].abs()))
 
 
 def test_second_derivative_is_an_error():

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cmath>
 #include <numeric>
+#include <utility>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -65,10 +66,10 @@ Result<Bench> set_up(const BenchCommand& command) {
   }
   bench.suite = *suite;
   bench.options = {*io, *gate};
-  if (!command.shape.empty()) {
-    Result<Sizes> sizes = parse_shape(command.shape);
+  for (const std::vector<int64_t>& numbers : command.shapes) {
+    Result<Sizes> sizes = parse_shape(numbers);
     if (!sizes.ok()) return sizes.status();
-    bench.shapes = {{*sizes, {}}};
+    bench.shapes.push_back({*sizes, {}});
   }
   if (!command.lengths.empty()) {
     if (bench.suite != Suite::kShape && bench.suite != Suite::kTrain &&
@@ -78,8 +79,11 @@ Result<Bench> set_up(const BenchCommand& command) {
                                 "--suite {}",
                                 command.suite));
     }
-    if (bench.shapes.empty()) {
-      return Status(StatusCode::kInvalidArgument, "--lengths: needs --shape, whose T is their sum");
+    if (bench.shapes.size() != 1) {
+      return Status(
+          StatusCode::kInvalidArgument,
+          fmt::format("--lengths: found {} of --shape, expected one, whose T is their sum",
+                      bench.shapes.size()));
     }
     const Sizes sizes = bench.shapes[0].sizes;
     bench.shapes[0] = packed_shape(sizes, command.lengths);
@@ -91,11 +95,16 @@ Result<Bench> set_up(const BenchCommand& command) {
                                 packed.T, sizes.B, sizes.T, packed.T));
     }
   }
-  const BenchShape probe =
-      bench.shapes.empty() ? shapes_of(bench.suite, DeviceType::kCuda).front() : bench.shapes[0];
-  const std::vector<Workload> workloads = workloads_of(bench.suite, probe, bench.options);
-  for (const Workload& workload : workloads) {
-    if (Status status = workload.problem.validated().status(); !status.ok()) return status;
+  const std::vector<BenchShape> probes =
+      bench.shapes.empty()
+          ? std::vector<BenchShape>{shapes_of(bench.suite, DeviceType::kCuda).front()}
+          : bench.shapes;
+  std::vector<Workload> workloads;
+  for (const BenchShape& probe : probes) {
+    for (Workload& workload : workloads_of(bench.suite, probe, bench.options)) {
+      if (Status status = workload.problem.validated().status(); !status.ok()) return status;
+      workloads.push_back(std::move(workload));
+    }
   }
   if (Status status = check_common(command.common); !status.ok()) return status;
   Result<Device> device = choose_device(command.common, workloads.front().problem);

@@ -46,7 +46,7 @@ struct VerifyCommand {
 
 struct BenchCommand {
   Common common;
-  std::vector<int64_t> shape;
+  std::vector<std::vector<int64_t>> shapes;
   std::vector<int64_t> lengths;
   std::string suite;
   std::string dtype = "bf16";

@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <vector>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "blocks.h"
 #include "random.h"
 
 namespace kda::cases {
@@ -72,7 +74,9 @@ class Generator {
   template <class Value>
   void add(TensorId id, DType dtype, std::vector<int64_t> shape, const Value& value) {
     HostTensor tensor(dtype, std::move(shape));
-    for (int64_t i = 0; i < tensor.count(); ++i) tensor.set(i, value(i));
+    in_blocks(tensor.count(), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) tensor.set(i, value(i));
+    });
     case_.inputs[id] = std::move(tensor);
   }
 
@@ -105,14 +109,15 @@ class Generator {
 
   void add_rows(TensorId id) {
     HostTensor tensor(spec_.io, {s_.B, s_.T, s_.H, s_.K});
-    const int64_t rows = s_.B * s_.T * s_.H;
-    std::vector<double> row(static_cast<std::size_t>(s_.K));
-    for (int64_t r = 0; r < rows; ++r) {
-      fill_row(id, r, row);
-      for (int64_t i = 0; i < s_.K; ++i) {
-        tensor.set(r * s_.K + i, row[static_cast<std::size_t>(i)]);
+    in_blocks(s_.B * s_.T * s_.H, s_.K, [&](int64_t begin, int64_t end) {
+      std::vector<double> row(static_cast<std::size_t>(s_.K));
+      for (int64_t r = begin; r < end; ++r) {
+        fill_row(id, r, row);
+        for (int64_t i = 0; i < s_.K; ++i) {
+          tensor.set(r * s_.K + i, row[static_cast<std::size_t>(i)]);
+        }
       }
-    }
+    });
     case_.inputs[id] = std::move(tensor);
   }
 

@@ -75,11 +75,7 @@ std::string check_seconds(const std::string& text) {
   return "found " + text + ", expected a number from 0.001 to 1e9";
 }
 
-void add_shape(CLI::App& app, std::vector<int64_t>& shape, std::string& dtype, std::string& gate) {
-  app.add_option("--shape", shape, "B,T,H,HV,K,V")
-      ->delimiter(',')
-      ->allow_extra_args(false)
-      ->check(check_integer);
+void add_types(CLI::App& app, std::string& dtype, std::string& gate) {
   app.add_option("--dtype", dtype, "bf16, fp16, fp32 or fp64")->capture_default_str();
   app.add_option("--gate", gate, "none, softplus or lower_bound")->capture_default_str();
 }
@@ -117,15 +113,24 @@ void add_bench(CLI::App& app, BenchCommand& command) {
       "Bytes count every tensor once; FLOP are those of the chunked form. The copy bandwidth is "
       "measured in\nthe same run. With neither --shape nor --suite: suite train.\n\n"
       "Example: kda bench --shape 1,4096,4,4,128,128 --dtype fp32 --device cpu");
-  add_shape(*sub, command.shape, command.dtype, command.gate);
+  sub->add_option_function<std::vector<int64_t>>(
+         "--shape",
+         [&command](const std::vector<int64_t>& shape) { command.shapes.push_back(shape); },
+         "B,T,H,HV,K,V; more than once: one after the other")
+      ->delimiter(',')
+      ->allow_extra_args(false)
+      ->check(check_integer)
+      ->trigger_on_parse();
+  add_types(*sub, command.dtype, command.gate);
   sub->add_option(
       "--suite", command.suite,
       "train (forward, backward), prefill (forward), decode (state in place and in a pool with "
       "skipped sequences, one token; on CUDA 1, 4 and 8), stages or host (what a call costs its "
-      "thread); at --shape if given");
-  sub->add_option("--lengths", command.lengths,
-                  "Lengths of packed sequences, with commas between: cu_seqlens for --shape, whose "
-                  "T is their sum")
+      "thread); at each --shape if given");
+  sub->add_option(
+         "--lengths", command.lengths,
+         "Lengths of packed sequences, with commas between: cu_seqlens for the one --shape, "
+         "whose T is their sum")
       ->delimiter(',')
       ->allow_extra_args(false)
       ->check(check_integer);
@@ -141,7 +146,11 @@ void add_support(CLI::App& app, SupportCommand& command) {
       "With --shape: for each operation, which implementation is chosen and why each other one is "
       "not.\n\nExample: kda support --shape 1,4096,32,32,128,128 --dtype bf16 --gate softplus "
       "--operation chunk_fwd");
-  add_shape(*sub, command.shape, command.dtype, command.gate);
+  sub->add_option("--shape", command.shape, "B,T,H,HV,K,V")
+      ->delimiter(',')
+      ->allow_extra_args(false)
+      ->check(check_integer);
+  add_types(*sub, command.dtype, command.gate);
   sub->add_option("--operation", command.operation, "chunk_fwd, chunk_bwd, recurrent or a stage");
   sub->add_option("--sequences", command.sequences, "Packed sequences (cu_seqlens); 0: none")
       ->check(check_integer);

@@ -3,6 +3,8 @@
 #include <chrono>
 #include <cstdio>
 #include <map>
+#include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -27,8 +29,16 @@ struct Row {
   Device device;
 };
 
+/// Of three problems the third is one that the row with the fewest calls takes: some take one of
+/// hundreds.
+constexpr int64_t kProblemsPerAim = 3;
+/// After as many problems none of which a row takes it is given up, as on a device that it does not
+/// run on.
+constexpr int64_t kMostDrawsPerAim = 20'000;
+
 struct Tally {
   int64_t calls = 0;
+  int64_t by_default = 0;  ///< of calls, whose addresses the row refused
   int64_t faulty = 0;
   int64_t skipped = 0;
   std::map<std::string, int64_t> reasons;  ///< of skipping, numbers as #
@@ -98,12 +108,12 @@ class Stress {
   int run() {
     Progress progress("stressing");
     if (command_.number >= 0) {
-      try_problem(command_.number);
+      try_problem(stress::draw(command_.seed, command_.number));
     } else {
-      for (int64_t number = 0; !over(number); ++number) {
+      while (!over()) {
         progress.step(fmt::format("{:.0f} s, {} problems, {} calls, {} failures", elapsed(),
                                   problems_, calls_, failures_));
-        try_problem(number);
+        try_problem(next_draw());
       }
     }
     summarise();
@@ -120,23 +130,63 @@ class Stress {
  private:
   double elapsed() const { return std::chrono::duration<double>(Clock::now() - start_).count(); }
 
-  bool over(int64_t number) const {
+  bool over() const {
     if (device_lost_) return true;
-    if (command_.problems > 0 && number >= command_.problems) return true;
+    if (command_.problems > 0 && problems_ >= command_.problems) return true;
     // A number of problems is a limit of its own.
     return (command_.problems == 0 || command_.seconds_given) && elapsed() >= command_.seconds;
   }
 
-  void try_problem(int64_t number) {
-    const stress::Draw draw = stress::draw(command_.seed, number);
+  /// The next problem, or the next one that the row with the fewest calls takes.
+  stress::Draw next_draw() {
+    if (problems_ % kProblemsPerAim == kProblemsPerAim - 1) {
+      if (const Row* row = row_with_fewest_calls()) {
+        if (std::optional<stress::Draw> found = next_draw_for(*row)) return std::move(*found);
+        given_up_.insert(row);
+      }
+    }
+    return stress::draw(command_.seed, number_++);
+  }
+
+  const Row* row_with_fewest_calls() {
+    const Row* fewest = nullptr;
+    int64_t least = 0;
+    for (const Row& row : rows_) {
+      if (given_up_.contains(&row)) continue;
+      const Tally& tally = tallies_[std::string(row.info.name)];
+      const int64_t calls = tally.calls - tally.by_default;
+      if (fewest == nullptr || calls < least) {
+        fewest = &row;
+        least = calls;
+      }
+    }
+    return fewest;
+  }
+
+  /// The first problem from here on that the row takes.
+  std::optional<stress::Draw> next_draw_for(const Row& row) {
+    for (int64_t number = number_; number < number_ + kMostDrawsPerAim; ++number) {
+      stress::Draw draw = stress::draw(command_.seed, number);
+      if (draw.problem.operation != row.info.operation || !verdict(draw, row).ok()) continue;
+      number_ = number + 1;
+      return draw;
+    }
+    return std::nullopt;
+  }
+
+  /// Whether the row takes the problem with the strides that it has; that needs no inputs.
+  static Status verdict(const stress::Draw& draw, const Row& row) {
+    Options only;
+    only.implementation = row.info.name;
+    return supports(cases::arranged(draw.problem, conditions_of(draw)), row.device, only);
+  }
+
+  void try_problem(const stress::Draw& draw) {
     std::vector<const Row*> candidates;
     bool on_device = false;
     for (const Row& row : rows_) {
       if (row.info.operation != draw.problem.operation) continue;
-      // What is refused whatever the strides are needs no inputs.
-      Options only;
-      only.implementation = row.info.name;
-      const Status status = supports(draw.problem, row.device, only);
+      const Status status = verdict(draw, row);
       if (status.code() == StatusCode::kUnsupported) {
         skip(draw, row, status.message());
         continue;
@@ -169,6 +219,7 @@ class Stress {
     }
     Tally& tally = tallies_[std::string(row.info.name)];
     ++tally.calls;
+    tally.by_default += judgement.by_default ? 1 : 0;
     ++calls_;
     if (!judgement.faults.empty()) ++tally.faulty;
     for (const stress::Fault& fault : judgement.faults) {
@@ -232,6 +283,7 @@ class Stress {
       for (const auto& [name, tally] : tallies_) {
         rows.push_back({{"impl", name},
                         {"calls", tally.calls},
+                        {"by_default", tally.by_default},
                         {"faulty", tally.faulty},
                         {"skipped", tally.skipped},
                         {"reasons", tally.reasons}});
@@ -248,13 +300,14 @@ class Stress {
                   {"implementations", rows}});
       return;
     }
-    fmt::print("\n{:<24} {:>7} {:>7} {:>7}  most often because\n", "implementation", "calls",
-               "faulty", "skipped");
+    fmt::print("\n{:<24} {:>7} {:>10} {:>7} {:>7}  most often because\n", "implementation", "calls",
+               "by default", "faulty", "skipped");
     for (const auto& [name, tally] : tallies_) {
       const auto most =
           std::max_element(tally.reasons.begin(), tally.reasons.end(),
                            [](const auto& a, const auto& b) { return a.second < b.second; });
-      fmt::print("{:<24} {:>7} {:>7} {:>7}  {}\n", name, tally.calls, tally.faulty, tally.skipped,
+      fmt::print("{:<24} {:>7} {:>10} {:>7} {:>7}  {}\n", name, tally.calls, tally.by_default,
+                 tally.faulty, tally.skipped,
                  most == tally.reasons.end()
                      ? ""
                      : fmt::format("{} ({})", printable(most->first), most->second));
@@ -279,6 +332,8 @@ class Stress {
   std::vector<Row> rows_;
   Clock::time_point start_ = Clock::now();
   std::map<std::string, Tally> tallies_;
+  std::set<const Row*> given_up_;  ///< rows that took none of many problems
+  int64_t number_ = 0;             ///< of the next problem
   int64_t problems_ = 0;
   int64_t calls_ = 0;
   int64_t failures_ = 0;

@@ -8,6 +8,8 @@
 #include <numeric>
 #include <utility>
 
+#include "blocks.h"
+
 namespace kda::cases {
 namespace {
 
@@ -137,7 +139,14 @@ int64_t HostTensor::get_int(int64_t index) const {
 }
 
 void HostTensor::poison() {
-  if (!bytes.empty()) std::memset(bytes.data(), 0xFF, bytes.size());
+  if (bytes.empty()) return;
+  constexpr int64_t kLine = 64;
+  const auto size = static_cast<int64_t>(bytes.size());
+  in_blocks((size + kLine - 1) / kLine, 1, [&](int64_t begin, int64_t end) {
+    const auto first = static_cast<std::size_t>(begin * kLine);
+    const auto last = static_cast<std::size_t>(std::min(end * kLine, size));
+    std::memset(bytes.data() + first, 0xFF, last - first);
+  });
 }
 
 std::vector<double> to_doubles(const HostTensor& tensor) {

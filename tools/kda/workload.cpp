@@ -5,6 +5,7 @@
 #include <numeric>
 #include <utility>
 
+#include "blocks.h"
 #include "generate.h"
 
 namespace kda::program {
@@ -92,13 +93,15 @@ HostTensor repeated(const HostTensor& small, int64_t B, int64_t T) {
   const int64_t tokens = shape[1];
   shape[0] = B;
   shape[1] = T;
-  HostTensor result(small.dtype, shape);
+  HostTensor result = HostTensor::uninitialised(small.dtype, shape);
   if (tokens == 0 || result.bytes.empty()) return result;
   const std::size_t row = small.bytes.size() / static_cast<std::size_t>(tokens);
-  for (int64_t i = 0; i < B * T; ++i) {
-    std::memcpy(result.bytes.data() + static_cast<std::size_t>(i) * row,
-                small.bytes.data() + static_cast<std::size_t>(i % T % tokens) * row, row);
-  }
+  cases::in_blocks(B * T, small.count() / tokens, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      std::memcpy(result.bytes.data() + static_cast<std::size_t>(i) * row,
+                  small.bytes.data() + static_cast<std::size_t>(i % T % tokens) * row, row);
+    }
+  });
   return result;
 }
 

@@ -65,13 +65,18 @@ TensorLayout arranged(TensorLayout layout, Arrangement arrangement, uint64_t see
   return layout;
 }
 
+TensorId memory_of(const Conditions& conditions, TensorId id) {
+  const bool in_place = id == TensorId::kFinalState && conditions.state_in_place;
+  return in_place ? TensorId::kInitialState : id;
+}
+
 class Run {
  public:
   Run(const Problem& problem, const TensorMap& inputs, const Conditions& conditions)
-      : problem_(problem), inputs_(inputs), conditions_(conditions) {}
+      : problem_(arranged(problem, conditions)), inputs_(inputs), conditions_(conditions) {}
 
   Result<GuardedOutcome> outcome() {
-    for (const TensorSpec& spec : tensors_of(problem_.operation)) arrange(spec);
+    for (const TensorSpec& spec : tensors_of(problem_.operation)) place(spec);
     Result<Plan> plan = make_plan(problem_, conditions_.device, conditions_.options);
     if (!plan.ok()) return plan.status();
     GuardedOutcome result{{}, std::string(plan->implementation())};
@@ -134,27 +139,19 @@ class Run {
     return {StatusCode::kInternal, fmt::format("{}: {}", name_of(id), text)};
   }
 
-  bool in_place(TensorId id) const {
-    return id == TensorId::kFinalState && conditions_.state_in_place;
-  }
+  bool in_place(TensorId id) const { return memory_of(conditions_, id) != id; }
 
-  /// Gives a present tensor its layout and memory.
-  void arrange(const TensorSpec& spec) {
+  /// Gives a present tensor its memory.
+  void place(const TensorSpec& spec) {
     if (!problem_.has(spec.id)) return;
-    const TensorId source = in_place(spec.id) ? TensorId::kInitialState : spec.id;
-    const Arrangement arrangement = arrangement_of(conditions_, source);
-    TensorLayout layout =
-        arranged(problem_.canonical_layout(spec.id), arrangement, conditions_.seed, source);
-    for (const auto& [id, dim] : conditions_.repeated) {
-      if (id == spec.id) layout.stride[dim] = 0;
-    }
-    problem_.set(spec.id, layout);
-    if (!in_place(spec.id)) {
+    const TensorId source = memory_of(conditions_, spec.id);
+    if (source == spec.id) {
+      const Arrangement arrangement = arrangement_of(conditions_, source);
       const Random random(conditions_.seed, static_cast<uint64_t>(spec.id) + 1000);
       const bool aligned =
           arrangement == Arrangement::kContiguous || arrangement == Arrangement::kAligned;
       const int64_t offset = aligned ? 0 : static_cast<int64_t>(random.bits(0) % 32);
-      buffers_[spec.id] = std::make_unique<GuardedBuffer>(layout, offset);
+      buffers_[spec.id] = std::make_unique<GuardedBuffer>(problem_[spec.id], offset);
     }
     args_.out(spec.id, buffers_[source]->address());
   }
@@ -198,8 +195,7 @@ class Run {
     TensorMap outputs;
     for (const TensorSpec& spec : tensors_of(problem_.operation)) {
       if (spec.role == Role::kInput || !problem_.has(spec.id)) continue;
-      outputs[spec.id] =
-          buffers_.at(in_place(spec.id) ? TensorId::kInitialState : spec.id)->store();
+      outputs[spec.id] = buffers_.at(memory_of(conditions_, spec.id))->store();
     }
     return outputs;
   }
@@ -219,6 +215,21 @@ class Run {
 };
 
 }  // namespace
+
+Problem arranged(const Problem& problem, const Conditions& conditions) {
+  Problem result = problem;
+  for (const TensorSpec& spec : tensors_of(problem.operation)) {
+    if (!problem.has(spec.id)) continue;
+    const TensorId source = memory_of(conditions, spec.id);
+    TensorLayout layout = arranged(problem.canonical_layout(spec.id),
+                                   arrangement_of(conditions, source), conditions.seed, source);
+    for (const auto& [id, dim] : conditions.repeated) {
+      if (id == spec.id) layout.stride[dim] = 0;
+    }
+    result.set(spec.id, layout);
+  }
+  return result;
+}
 
 Result<GuardedOutcome> run_guarded(const Problem& problem, const TensorMap& inputs,
                                    const Conditions& conditions) {

@@ -54,9 +54,12 @@ struct GuardedOutcome {
   std::string implementation;
 };
 
+/// The problem with the strides that its tensors have in such a run. Addresses are not in it.
+Problem arranged(const Problem& problem, const Conditions& conditions);
+
 /// The outputs; kInternal says which rule was broken (of those that `watch` leaves):
-/// - outputs and workspace are full of NaN before the run, and every element is written
-/// ;
+/// - outputs and workspace are full of NaN before the run, and every element is
+///   written;
 /// - nothing before, between or behind the elements of a tensor or the workspace is written;
 /// - inputs keep every bit;
 /// - a second run, if asked for, gives the same bits.

@@ -16,11 +16,13 @@ using cases::CaseSpec;
 using cases::Family;
 using enum TensorId;
 
-/// Token x head x K x V products of a problem, of which the float64 reference does some ten million
-/// a second. Few problems get the largest number, so that hundreds fit a minute.
+/// Token x head x K x V products of a problem, of which making inputs, float64 reference and
+/// comparing do some ten million a second. Few problems get the largest numbers, so that hundreds
+/// fit a minute.
 constexpr int64_t kSmallWork = 600'000;
 constexpr int64_t kModelWork = 2'500'000;
 constexpr int64_t kLongWork = 8'000'000;
+constexpr int64_t kSegmentWork = 60'000'000;
 
 constexpr std::array kFloats = {DType::kBF16, DType::kF16, DType::kF32};
 
@@ -153,8 +155,16 @@ class Drawer {
 
   /// The most tokens, over all batch rows.
   int64_t affordable_tokens() {
-    const Sizes& s = draw_.spec.sizes;
-    const int64_t work = chance(3) ? kLongWork : model_ ? kModelWork : kSmallWork;
+    Sizes& s = draw_.spec.sizes;
+    int64_t work = model_ ? kModelWork : kSmallWork;
+    if (chance(3)) {
+      segments_ = model_ && operation_ != Operation::kRecurrent;
+      work = segments_ ? kSegmentWork : kLongWork;
+      if (segments_) {
+        s.HV = s.H = 1;
+        if (s.K == 128) s.V = 64;
+      }
+    }
     return std::max<int64_t>(1, work / (s.HV * s.K * s.V));
   }
 
@@ -171,7 +181,7 @@ class Drawer {
       const int64_t wanted = roll < 3   ? pick({1, 2, 15, 16, 17, 31, 32, 33})
                              : roll < 7 ? pick({63, 64, 65, 96, 127, 128, 129, 150})
                                         : between(0, 300);
-      s.T = std::min(most, wanted);
+      s.T = std::min(most, segments_ ? 2500 + 1000 * roll + wanted : wanted);
       s.B = s.T == 0 ? between(1, 3) : between(1, std::clamp<int64_t>(most / s.T, 1, 3));
     }
     if (chance(3)) s.T = 0;
@@ -316,7 +326,8 @@ class Drawer {
   uint64_t next_ = 0;
   Draw draw_;
   Operation operation_ = Operation::kChunkForward;
-  bool model_ = false;  ///< dtypes and sizes of models, which tuned kernels take
+  bool model_ = false;     ///< dtypes and sizes of models, which tuned kernels take
+  bool segments_ = false;  ///< a long sequence of few heads, which these cut into segments
 };
 
 std::string_view name_of(Arrangement arrangement) {
@@ -328,6 +339,18 @@ std::string_view name_of(Arrangement arrangement) {
 }  // namespace
 
 Draw draw(uint64_t seed, int64_t number) { return Drawer(seed, number).run(); }
+
+cases::Conditions conditions_of(const Draw& draw) {
+  cases::Conditions conditions;
+  conditions.options.threads = draw.threads;
+  conditions.repeat_threads = draw.repeat_threads;
+  conditions.arrangement = draw.arrangement;
+  conditions.seed = draw.spec.seed;
+  conditions.state_in_place = draw.state_in_place;
+  conditions.copies = draw.copies;
+  conditions.repeated = draw.repeated;
+  return conditions;
+}
 
 std::string describe(const Draw& draw) {
   const Problem& p = draw.problem;

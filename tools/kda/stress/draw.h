@@ -37,6 +37,9 @@ struct Draw {
 
 Draw draw(uint64_t seed, int64_t number);
 
+/// How a run of it treats its tensors; the implementation and the device are the caller's.
+cases::Conditions conditions_of(const Draw& draw);
+
 /// One line: operation, family, sizes, options, tensors and arrangement.
 std::string describe(const Draw& draw);
 

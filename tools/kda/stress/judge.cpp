@@ -88,27 +88,22 @@ void run_with_wrong_list(const Trial& trial, const cases::Conditions& plain, Jud
 
 Judgement judge(const Trial& trial, const ImplementationInfo& implementation, const Device& device,
                 int threads) {
-  cases::Conditions conditions;
+  cases::Conditions conditions = conditions_of(trial.draw);
   conditions.options.implementation = implementation.name;
-  conditions.options.threads = threads > 0 ? threads : trial.draw.threads;
-  conditions.repeat_threads = threads > 0 ? threads : trial.draw.repeat_threads;
+  if (threads > 0) conditions.options.threads = conditions.repeat_threads = threads;
   conditions.device = device;
-  conditions.arrangement = trial.draw.arrangement;
-  conditions.seed = trial.draw.spec.seed;
-  conditions.state_in_place = trial.draw.state_in_place;
   conditions.repeat = true;
-  conditions.copies = trial.draw.copies;
-  conditions.repeated = trial.draw.repeated;
   if (!trial.earlier.empty()) conditions.earlier = &trial.earlier;
+  Judgement judgement;
   std::string_view family = implementation.family;
   Result<cases::GuardedOutcome> outcome =
       run_guarded(trial.draw.problem, trial.inputs.inputs, conditions);
   if (is_about_alignment(outcome.status(), implementation)) {
     conditions.options.implementation.clear();
+    judgement.by_default = true;
     family = kGenericFamily;
     outcome = run_guarded(trial.draw.problem, trial.inputs.inputs, conditions);
   }
-  Judgement judgement;
   if (outcome.ok()) {
     judgement.ran = true;
     judgement.faults = faults_of(trial, family, outcome->outputs);

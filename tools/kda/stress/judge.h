@@ -19,6 +19,8 @@ struct Fault {
 
 struct Judgement {
   bool ran = false;
+  /// The implementation refused the addresses, so that the default's generic kernels ran.
+  bool by_default = false;
   /// Why the implementation does not take the problem; empty if it does.
   std::string refusal;
   std::vector<Fault> faults;
