@@ -1,6 +1,7 @@
 // The intra part of grad: gradients of the scores times gated q and k, 16 x 16 blocks with the
 // references of scores.cuh. Rows take 2^(G_i - first of their block), whatever the column; columns
 // take 2^(first - G_j) in the diagonal blocks and 2^(G_16 - G_j) where block 1 reads block 0.
+// Every operand is a sum of two bf16 numbers; the product of both rests is left out.
 //
 // Channels whose factor in a diagonal block is beyond 2^kFarRow leave that block's product and are
 // added pair by pair.
@@ -54,56 +55,81 @@ __device__ __forceinline__ float round_to(float x) {
   return unpack<T>(pack<T>(x, 0)).x;
 }
 
-/// The second term of a pair: what rounding to bf16 leaves.
-__device__ __forceinline__ void put_rest(unsigned char* to, float2 x) {
-  const float2 rest = x - unpack<Bf16>(pack<Bf16>(x.x, x.y));
-  *reinterpret_cast<uint32_t*>(to) = pack<Bf16>(rest.x, rest.y);
+/// What rounding to bf16 leaves.
+__device__ __forceinline__ float2 rest_of(float2 x) {
+  return x - unpack<Bf16>(pack<Bf16>(x.x, x.y));
 }
 
-/// Operands of the intra products; a thread has a column pair and 8 tokens. Whether it is far.
+/// A thread's column pair of its warpgroup's 64 channels and 8 tokens.
 template <class Io, int K>
-__device__ __forceinline__ bool put_intra_tiles(GradShared<Io, K>& shared) {
-  constexpr int kTokens = GradTraits<Io, K>::kTokens;
-  const ColumnPair<Io, K> at;
-  const int column = at.column;
-  const int segment = at.segment;
+struct KeyWriter {
+  static constexpr int kTokens = GradTraits<Io, K>::kTokens;
   static_assert(kTokens == kSwizzleRows);
-  unsigned char* const columns = shared.intra.columns[column / 64];
-  unsigned char* const rows = shared.intra.rows[column / 64];
-  // The first of this thread's rows in a panel of its own; the others' units are permuted further.
-  const uint32_t place = unit_offset(0, column % 64 / 8) + column % 8 * 2;
-  const auto put = [&](unsigned char* panel, int first_row, int t, float2 x) {
-    *reinterpret_cast<uint32_t*>(panel + first_row * kPanelRowBytes + t * kPanelRowBytes +
-                                 (place ^ (t << 4))) = pack<Bf16>(x.x, x.y);
-    if constexpr (GradTraits<Io, K>::kTwoTerms) {
-      put_rest(panel + low_distance(shared) + (first_row + t) * kPanelRowBytes + (place ^ (t << 4)),
-               x);
-    }
-  };
-  const int block = segment * kTokens / kBlock;
-  const float2 first = pair_at(shared.G[block * kBlock], column);
-  const float2 next = pair_at(shared.G[kBlock], column);
-  const float2 range = first - pair_at(shared.G[block * kBlock + kBlock - 1], column);
-  const int first_row = segment * kTokens;
+
+  GradShared<Io, K>& shared;
+  int group;
+  int column;  ///< of the 64
+  int first_row;
+  int block;
+  float2 first;  ///< G of the first row of the block
+
+  __device__ explicit KeyWriter(GradShared<Io, K>& memory) : shared(memory) {
+    const int tid = thread_index();
+    group = tid / 128;
+    column = tid % 32 * 2;
+    first_row = tid % 128 / 32 * kTokens;
+    block = first_row / kBlock;
+    first = G(block * kBlock);
+  }
+
+  __device__ __forceinline__ KeyTiles& tiles() const { return shared.intra.keys[group]; }
+  __device__ __forceinline__ float2 G(int row) const {
+    return pair_at(shared.G[row], 64 * group + column);
+  }
+  __device__ __forceinline__ float2 q(int row) const {
+    return pair_at(shared.q[row], 64 * group + column) * shared.norm[0][row];
+  }
+  __device__ __forceinline__ float2 k(int row) const {
+    return pair_at(shared.k[row], 64 * group + column) * shared.norm[1][row];
+  }
+  /// Both terms of row t of this thread, from row `from` of a tile on.
+  template <int BYTES>
+  __device__ __forceinline__ void put(unsigned char (&tile)[2][BYTES], int from, int t,
+                                      float2 x) const {
+    // The first of this thread's rows in a panel of its own; the others' units are permuted
+    // further.
+    const uint32_t place = unit_offset(0, column / 8) + column % 8 * 2;
+    unsigned char* const to =
+        tile[0] + (from + first_row + t) * kPanelRowBytes + (place ^ (t << 4));
+    *reinterpret_cast<uint32_t*>(to) = pack<Bf16>(x.x, x.y);
+    const float2 rest = rest_of(x);
+    *reinterpret_cast<uint32_t*>(to + BYTES) = pack<Bf16>(rest.x, rest.y);
+  }
+
+  __device__ __forceinline__ void put_columns() const {
+    const float2 next = G(kBlock);
+    const float2 range = first - G(block * kBlock + kBlock - 1);
 #pragma unroll
-  for (int t = 0; t < kTokens; ++t) {
-    const int row = first_row + t;
-    const float2 G = pair_at(shared.G[row], column);
-    const float2 q = pair_at(shared.q[row], column) * shared.norm[0][row];
-    const float2 k = pair_at(shared.k[row], column) * shared.norm[1][row];
-    const float2 up = exp2_pair(G - first);
-    put(rows, first_row, t, q * up);
-    put(rows + kChunk * kPanelRowBytes, first_row, t, k * up * shared.beta[row]);
-    float2 down = k * exp2_pair(first - G);
-    if (range.x > kFarRow) down.x = 0;
-    if (range.y > kFarRow) down.y = 0;
-    put(columns + block * kBlock * kPanelRowBytes, first_row, t, down);
-    if (block == 0) {
-      put(columns + kBlock * kPanelRowBytes, first_row, t, k * exp2_pair(next - G));
+    for (int t = 0; t < kTokens; ++t) {
+      const float2 x = k(first_row + t);
+      float2 down = x * exp2_pair(first - G(first_row + t));
+      if (range.x > kFarRow) down.x = 0;
+      if (range.y > kFarRow) down.y = 0;
+      put(tiles().columns, block * kBlock, t, down);
+      if (block == 0) put(tiles().columns, kBlock, t, x * exp2_pair(next - G(first_row + t)));
     }
   }
-  return range.x > kFarRow || range.y > kFarRow;
-}
+
+  __device__ __forceinline__ void put_rows() const {
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+      const int row = first_row + t;
+      const float2 up = exp2_pair(G(row) - first);
+      put(tiles().rows, 0, t, q(row) * up);
+      put(tiles().rows, kChunk, t, k(row) * up * shared.beta[row]);
+    }
+  }
+};
 
 /// Two neighbours of a score gradient, both terms.
 __device__ __forceinline__ void put_terms(unsigned char* panel, int row, int column, float2 x) {
@@ -112,7 +138,7 @@ __device__ __forceinline__ void put_terms(unsigned char* panel, int row, int col
         pack<Bf16>(term.x, term.y);
   };
   put(column / 8, x);
-  put((kChunk + column) / 8, x - unpack<Bf16>(pack<Bf16>(x.x, x.y)));
+  put((kChunk + column) / 8, rest_of(x));
 }
 
 /// dP (5.2) and dL (5.28) from the products [do; R~] v_new^T; the diagonal apart; `unit` is that of
