@@ -110,6 +110,7 @@ TEST(Emulation, ErrorsOfTheForms) {
 Emulation hopper(DType io, int64_t segment = 0) {
   Emulation emulation{Form::kR, 32, io, io};
   emulation.tf32_scores = io == DType::kF16;
+  emulation.two_term_r = true;
   emulation.segment = segment;
   return emulation;
 }
@@ -296,6 +297,33 @@ TEST(Emulation, SumsOfFewValues) {
     EXPECT_LT(ours, 1.5 * theirs);
     fmt::print("{:8} T{:<4} {:8} w/u {:.1e} compact {:.1e} limit {:.0e}\n", name_of(sum.family),
                sum.T, name_of(sum.id), theirs, ours, limit_of(Precision::kBF16, sum.id));
+  }
+}
+
+// The case of Sm90ChunkBackward.ShortSequencesOfCorrelatedKeys.
+TEST(Emulation, ShortSequencesOfCorrelatedKeys) {
+  CaseSpec spec = spec_of(Family::kCorr, DType::kBF16);
+  spec.gradients = true;
+  spec.sizes = {1, 62, 1, 1, 128, 64, 0, 0};
+  spec.cu_seqlens = {0, 1, 44, 44, 45, 48, 62};
+  spec.gate = Gate::kSoftplus;
+  spec.qk_l2norm = spec.beta_sigmoid = true;
+  spec.initial_state = spec.dfinal_state = false;
+  for (const uint64_t seed : {3, 46}) {
+    spec.seed = seed;
+    const Case c = generate(spec);
+    const HostTensor expected = backward_reference_of(c).at(kDdtBias);
+    const TensorMap theirs = emulated_rounding(c, DType::kBF16);
+    const double limit = limit_beside(theirs, c, kDdtBias, expected, DType::kBF16);
+    Emulation one_term = hopper(DType::kBF16);
+    one_term.intra = DType::kBF16;
+    const auto error_of = [&](const Emulation& emulation) {
+      return compare(c, kDdtBias, emulate_backward(c, emulation).at(kDdtBias), expected).ratio;
+    };
+    fmt::print("ddt_bias, seed {}: limit {:.1e}, one term {:.1e}, two {:.1e}\n", seed, limit,
+               error_of(one_term), error_of(hopper(DType::kBF16)));
+    EXPECT_GT(error_of(one_term), limit);
+    EXPECT_LT(error_of(hopper(DType::kBF16)), limit);
   }
 }
 

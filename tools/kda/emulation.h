@@ -21,8 +21,9 @@ struct Emulation {
   DType intra = DType::kF64;     ///< of dP, dL and the keys and queries they multiply; kF64: sums
                                  ///< of two values of `type` or more
   bool matched_pairs = true;     ///< W multiplies by these operands as they were rounded
-  int64_t segment = 0;  ///< forward: tokens, a multiple of chunk; segments start from Phi S + B
-  bool tf32_scores = false;  ///< forward: operands of L and P are tf32, whatever `scores` says
+  int64_t segment = 0;      ///< forward: tokens, a multiple of chunk; segments start from Phi S + B
+  bool two_term_r = false;  ///< backward: beta r is the sum of two values of `type`
+  bool tf32_scores = false;  ///< operands of L and P are tf32, whatever `scores` says
 };
 
 /// o, h and final_state as fp64 tensors. Takes every option of a forward case; its chunk_size must
