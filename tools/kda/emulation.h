@@ -22,7 +22,6 @@ struct Emulation {
                                  ///< of two values of `type` or more
   bool matched_pairs = true;     ///< W multiplies by these operands as they were rounded
   int64_t segment = 0;      ///< forward: tokens, a multiple of chunk; segments start from Phi S + B
-  bool two_term_r = false;  ///< backward: beta r is the sum of two values of `type`
   bool tf32_scores = false;  ///< operands of L and P are tf32, whatever `scores` says
 };
 

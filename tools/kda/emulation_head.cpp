@@ -259,12 +259,7 @@ Matrix EmulatedHead::new_values(const ChunkOperands& x, const Matrix& h, bool sp
       for (int64_t j = 0; j < T.columns; ++j) T(i, j) *= x.beta[static_cast<std::size_t>(j)];
     }
   }
-  Matrix operand = rounded(r, type);
-  if (split_beta && emulation_.two_term_r) {
-    const Matrix rest = rounded(difference(r, operand), type);
-    operand = difference(operand, times(rest, -1));
-  }
-  return rounded(product(rounded(T, type), operand), type);
+  return rounded(product(rounded(T, type), rounded(r, type)), type);
 }
 
 /// (4.15).

@@ -1,7 +1,6 @@
 // The intra part of grad: gradients of the scores times gated q and k, 16 x 16 blocks with the
 // references of scores.cuh. Rows take 2^(G_i - first of their block), whatever the column; columns
 // take 2^(first - G_j) in the diagonal blocks and 2^(G_16 - G_j) where block 1 reads block 0.
-// Every operand is a sum of two bf16 numbers; the product of both rests is left out.
 //
 // Channels whose factor in a diagonal block is beyond 2^kFarRow leave that block's product and are
 // added pair by pair.
@@ -60,74 +59,94 @@ __device__ __forceinline__ float2 rest_of(float2 x) {
   return x - unpack<Bf16>(pack<Bf16>(x.x, x.y));
 }
 
-/// A thread's column pair of its warpgroup's 64 channels and 8 tokens.
+/// Four columns of a row.
+struct Quad {
+  float2 left, right;
+};
+__device__ __forceinline__ Quad operator*(Quad x, Quad y) {
+  return {x.left * y.left, x.right * y.right};
+}
+__device__ __forceinline__ Quad operator*(Quad x, float y) { return {x.left * y, x.right * y}; }
+__device__ __forceinline__ Quad operator-(Quad x, Quad y) {
+  return {x.left - y.left, x.right - y.right};
+}
+__device__ __forceinline__ Quad exp2_quad(Quad x) {
+  return {exp2_pair(x.left), exp2_pair(x.right)};
+}
+
+/// Operands of the intra products. A thread has four columns and four tokens: accesses of 8 and 16
+/// bytes, a quarter-warp a row.
 template <class Io, int K>
 struct KeyWriter {
-  static constexpr int kTokens = GradTraits<Io, K>::kTokens;
-  static_assert(kTokens == kSwizzleRows);
+  static constexpr int kTokens = 4;
 
   GradShared<Io, K>& shared;
-  int group;
-  int column;  ///< of the 64
+  int column;
   int first_row;
   int block;
-  float2 first;  ///< G of the first row of the block
 
   __device__ explicit KeyWriter(GradShared<Io, K>& memory) : shared(memory) {
     const int tid = thread_index();
-    group = tid / 128;
-    column = tid % 32 * 2;
-    first_row = tid % 128 / 32 * kTokens;
+    column = tid % (K / 4) * 4;
+    first_row = tid / (K / 4) * kTokens;
     block = first_row / kBlock;
-    first = G(block * kBlock);
   }
 
-  __device__ __forceinline__ KeyTiles& tiles() const { return shared.intra.keys[group]; }
-  __device__ __forceinline__ float2 G(int row) const {
-    return pair_at(shared.G[row], 64 * group + column);
+  __device__ __forceinline__ Quad G(int row) const {
+    const float4 x = *reinterpret_cast<const float4*>(&shared.G[row][column]);
+    return {{x.x, x.y}, {x.z, x.w}};
   }
-  __device__ __forceinline__ float2 q(int row) const {
-    return pair_at(shared.q[row], 64 * group + column) * shared.norm[0][row];
+  __device__ __forceinline__ Quad quad_of(const Io* row) const {
+    const uint2 x = *reinterpret_cast<const uint2*>(row + column);
+    return {unpack<Io>(x.x), unpack<Io>(x.y)};
   }
-  __device__ __forceinline__ float2 k(int row) const {
-    return pair_at(shared.k[row], 64 * group + column) * shared.norm[1][row];
-  }
-  /// Both terms of row t of this thread, from row `from` of a tile on.
-  template <int BYTES>
-  __device__ __forceinline__ void put(unsigned char (&tile)[2][BYTES], int from, int t,
-                                      float2 x) const {
-    // The first of this thread's rows in a panel of its own; the others' units are permuted
-    // further.
-    const uint32_t place = unit_offset(0, column / 8) + column % 8 * 2;
-    unsigned char* const to =
-        tile[0] + (from + first_row + t) * kPanelRowBytes + (place ^ (t << 4));
-    *reinterpret_cast<uint32_t*>(to) = pack<Bf16>(x.x, x.y);
-    const float2 rest = rest_of(x);
-    *reinterpret_cast<uint32_t*>(to + BYTES) = pack<Bf16>(rest.x, rest.y);
-  }
-
-  __device__ __forceinline__ void put_columns() const {
-    const float2 next = G(kBlock);
-    const float2 range = first - G(block * kBlock + kBlock - 1);
-#pragma unroll
-    for (int t = 0; t < kTokens; ++t) {
-      const float2 x = k(first_row + t);
-      float2 down = x * exp2_pair(first - G(first_row + t));
-      if (range.x > kFarRow) down.x = 0;
-      if (range.y > kFarRow) down.y = 0;
-      put(tiles().columns, block * kBlock, t, down);
-      if (block == 0) put(tiles().columns, kBlock, t, x * exp2_pair(next - G(first_row + t)));
+  /// Row t of this thread, from row `from` of a panel on.
+  __device__ __forceinline__ void put(unsigned char* panel, int from, int t, Quad x) const {
+    // The first of this thread's rows is the first or fifth of its eight: the others' units are
+    // permuted further.
+    const uint32_t place = unit_offset(first_row, column % 64 / 8) + column % 8 * 2;
+    unsigned char* const to = panel + (from + t) * kPanelRowBytes + (place ^ (t << 4));
+    const auto store = [](unsigned char* at, Quad y) {
+      *reinterpret_cast<uint2*>(at) =
+          uint2{pack<Bf16>(y.left.x, y.left.y), pack<Bf16>(y.right.x, y.right.y)};
+    };
+    store(to, x);
+    if constexpr (GradTraits<Io, K>::kTwoTerms) {
+      store(to + low_distance(shared), {rest_of(x.left), rest_of(x.right)});
     }
   }
 
-  __device__ __forceinline__ void put_rows() const {
+  /// Whether a block is far.
+  __device__ __forceinline__ bool put_all() const {
+    constexpr float kNothing = -1e30f;  // 2^ it is 0
+    unsigned char* const columns = shared.intra.columns[column / 64];
+    unsigned char* const rows = shared.intra.rows[column / 64];
+    const Quad first = G(block * kBlock);
+    const Quad next = G(kBlock);
+    const Quad range = first - G(block * kBlock + kBlock - 1);
+    Quad near = first;  // where the block is far, nothing
+    bool far = false;
+    const auto leave = [&](float distance, float& x) {
+      if (distance <= kFarRow) return;
+      x = kNothing;
+      far = true;
+    };
+    leave(range.left.x, near.left.x);
+    leave(range.left.y, near.left.y);
+    leave(range.right.x, near.right.x);
+    leave(range.right.y, near.right.y);
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
       const int row = first_row + t;
-      const float2 up = exp2_pair(G(row) - first);
-      put(tiles().rows, 0, t, q(row) * up);
-      put(tiles().rows, kChunk, t, k(row) * up * shared.beta[row]);
+      const Quad G_row = G(row);
+      const Quad up = exp2_quad(G_row - first);
+      const Quad k = quad_of(shared.k[row]) * shared.norm[1][row];
+      put(rows, 0, t, quad_of(shared.q[row]) * (up * shared.norm[0][row]));
+      put(rows, kChunk, t, k * (up * shared.beta[row]));
+      put(columns, block * kBlock, t, k * exp2_quad(near - G_row));
+      if (block == 0) put(columns, kBlock, t, k * exp2_quad(next - G_row));
     }
+    return far;
   }
 };
 

@@ -141,15 +141,12 @@ __device__ __forceinline__ void load_update(GradShared<Io, K>& shared, const Gra
                                             const GradWork& work) {
   const std::byte* const record =
       p.records + (work.record * p.heads.HV + work.hv) * Record<K>::kBytes;
-  constexpr uint32_t kPanel = kChunk * kPanelRowBytes;
+  constexpr uint32_t kTile = sizeof(shared.intra.update);
   constexpr uint32_t kDecays = sizeof(shared.decay_before);
   ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared,
-                                 &shared.update_full, K / 64 * kPanel + kDecays);
-#pragma unroll
-  for (int i = 0; i < K / 64; ++i) {
-    ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, shared.intra.keys[i].update,
-                       record + Record<K>::kUpdate + i * kPanel, kPanel, &shared.update_full);
-  }
+                                 &shared.update_full, kTile + kDecays);
+  ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, shared.intra.update,
+                     record + Record<K>::kUpdate, kTile, &shared.update_full);
   ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, shared.decay_before,
                      record + Record<K>::kDecay, kDecays, &shared.update_full);
 }
@@ -243,17 +240,17 @@ __device__ __forceinline__ void sum_decays(GradShared<Io, K>& shared, const Grad
   const float2 bias = pair_at(shared.bias, at.column);
   float2 running{0, 0};
 #pragma unroll 1
-  for (int t0 = first; t0 < first + kTokens; t0 += kTokens / 4) {
-    float2 g[kTokens / 4];
+  for (int t0 = first; t0 < first + kTokens; t0 += kTokens / 2) {
+    float2 g[kTokens / 2];
     with_raw_gates(shared, p.gate.g.dtype, [&](const auto* gates) {
 #pragma unroll
-      for (int t = 0; t < kTokens / 4; ++t) {
+      for (int t = 0; t < kTokens / 2; ++t) {
         g[t] = pair_at(gates + (t0 + t) * GradTraits<Io, K>::kStride, at.column);
       }
     });
     with_gate_of<GATE>(gate, [&](auto kind) {
 #pragma unroll
-      for (int t = 0; t < kTokens / 4; ++t) {
+      for (int t = 0; t < kTokens / 2; ++t) {
         const float2 d{kind(gate, g[t].x + bias.x), kind(gate, g[t].y + bias.y)};
         if (t0 + t < rows) running = running + d;
         put_pair(&shared.G[t0 + t][at.column], running);
@@ -275,7 +272,7 @@ __device__ __forceinline__ void join_segments(GradShared<Io, K>& shared) {
     const float2 total = pair_at(shared.totals[s], at.column);
     if (s < at.segment) before = before + total;
   }
-#pragma unroll 4
+#pragma unroll
   for (int t = 0; t < kTokens; ++t) {
     float* const G = &shared.G[at.segment * kTokens + t][at.column];
     put_pair(G, before + pair_at(G, 0));
@@ -301,7 +298,7 @@ __device__ __forceinline__ float2 multiply_states(const GradShared<Io, K>& share
   const int lane = thread_index() % 32;
   const uint32_t place = unit_offset(thread_index() / 32 * 16 + lane % 16, lane / 16);
   Diagonal<Io> products;
-#pragma unroll 1
+#pragma unroll
   for (int step = 0; step < kGradColumns / 16; ++step) {
     uint32_t h[4];
     uint32_t dh[4];

@@ -13,12 +13,12 @@
 //   r^T = v^T - Z^T, v_new^T = r^T T^T             (4.16)
 //   O^T += v_new^T P^T, o = scale O                (4.17), leaves under the next product
 //   S^T = 2^G_end . S^T + v_new^T kg               (4.15)
-// The re-scan of the backward leaves v_new in place of o: v_new^T = (beta r)^T (I + L)^-T, beta r
-// as a sum of two 16-bit numbers (docs/kernels/chunk_bwd.md says why), and neither O nor P takes
-// part. The summary of a segment leaves S alone, started from 0, and in K more columns, with v = 0
-// and started from the identity, the matrix by which the segment changes any state; from these
-// `compose` makes the start of each segment, which kForward then walks. Every A operand comes from
-// accumulators of the step before: nothing of the recurrence passes through shared memory.
+// The re-scan of the backward leaves v_new in place of o: v_new^T = (beta r)^T (I + L)^-T, and
+// neither O nor P takes part. The summary of a segment leaves S alone, started from 0, and in K
+// more columns, with v = 0 and started from the identity, the matrix by which the segment changes
+// any state; from these `compose` makes the start of each segment, which kForward then walks. Every
+// A operand comes from accumulators of the step before: nothing of the recurrence passes through
+// shared memory.
 //
 // Shared memory, bytes, K = 128, two warpgroups:
 //   4 stages of: record 29696, v 2 x 4096          151552
@@ -367,7 +367,6 @@ struct ForwardConsumer {
     older_products_are_over<kHasO ? 2 : 1>();
     decay(state, record);
     wgmma_wait<kHasO ? 1 : 0>();
-    [[maybe_unused]] uint32_t second[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float2 value = unpack<Io>(v[i]);
@@ -377,19 +376,11 @@ struct ForwardConsumer {
         rest = {beta.x * rest.x, beta.y * rest.y};
       }
       v[i] = pack<Io>(rest.x, rest.y);  // r
-      if constexpr (kWalk == Walk::kRescan) {
-        const float2 larger = unpack<Io>(v[i]);
-        second[i] = pack<Io>(rest.x - larger.x, rest.y - larger.y);
-      }
     }
     float V[16];
     wgmma_fence();
     wgmma_rs<Io, Major::kSummed>(V, v, T.columns(0), false);
     wgmma_rs<Io, Major::kSummed>(V, v + 4, T.columns(1), true);
-    if constexpr (kWalk == Walk::kRescan) {
-      wgmma_rs<Io, Major::kSummed>(V, second, T.columns(0), true);
-      wgmma_rs<Io, Major::kSummed>(V, second + 4, T.columns(1), true);
-    }
     wgmma_commit();
     wgmma_wait<0>();
     if constexpr (kWalk != Walk::kSummary) store_h(h, c);
