@@ -27,7 +27,8 @@ struct Verdict {
   std::string_view name;
   bool supported;
   bool chosen;
-  std::string reason;  ///< Why not; empty if supported.
+  std::string reason;           ///< Why not; empty if supported.
+  std::size_t workspace_bytes;  ///< Plan::workspace_bytes(); 0 if not supported.
 };
 
 /// Asks every implementation of the problem's operation on that device, in order. The chosen one is

@@ -142,6 +142,7 @@ typedef struct kda_options {
   size_t struct_size;
   const char* implementation; /* NULL or "": the environment variable KDA_IMPL, else the fastest */
   int32_t threads;            /* CPU threads; 0: OpenMP's default */
+  size_t workspace_limit;     /* bytes; 0: the variable KDA_WORKSPACE_LIMIT, else no limit */
 } kda_options;
 
 /* See Args in kda/plan.h. */

@@ -25,6 +25,11 @@ struct Options {
   /// system refuses a thread (ulimit -u, memory), OpenMP ends the process: 1 needs no further one.
   /// A child of a fork runs on one thread if its parent ran on several.
   int32_t threads = 0;
+  /// Bytes that the workspace may have at most; 0: environment variable KDA_WORKSPACE_LIMIT, else
+  /// no limit. Where it would be larger, CUDA rows work in slices of sequences and heads, CPU rows
+  /// with fewer threads; no bit changes. A row that cannot keep to it is not taken and says the
+  /// least it needs.
+  std::size_t workspace_limit = 0;
 };
 
 /// Addresses for one run. Tensors that the problem does not name are ignored.

@@ -31,6 +31,7 @@ CHUNK_OPTIONS = itemgetter(
     "state_v_first",
     "cp_context",
     "chunk_size",
+    "disable_recompute",
 )
 DECODE_TENSORS = itemgetter(*_kda.INPUTS, "cu_seqlens", "state_indices", "num_accepted")
 DECODE_OPTIONS = itemgetter(
@@ -92,8 +93,8 @@ def _key(tensors: tuple, options: tuple) -> tuple | None:
     layouts = _torch.reader.key(tensors)
     if layouts is None:
         return None
-    environment = _native.environment
-    return layouts, options, environment("KDA_IMPL"), environment("NATIVE_KDA_DISABLE")
+    disabled = _native.environment("NATIVE_KDA_DISABLE")
+    return layouts, options, _problem.environment(), disabled
 
 
 def _keep(memory: _Memory, key: tuple | None, prepared: Any) -> None:
@@ -114,15 +115,16 @@ def _chunk_backward(ctx: Any, do: Any, dfinal_state: Any) -> tuple:
     saved = ctx.saved_tensors
     if do is None:
         do = saved[0].new_zeros(()).expand(saved[2].shape)
-    tensors, needs = (*saved, do, dfinal_state), ctx.needs_input_grad[:8]
+    inputs, cu_seqlens, h = saved[:8], saved[8], saved[9]
+    tensors, needs = (*saved[:9], do, dfinal_state, h), ctx.needs_input_grad[:8]
     key = _key(tensors, (*ctx.options, *needs))
     backward = _gradients.find(key)
     if backward is None:
         if needs_operators(tensors):
-            how = (saved, ctx.options, needs)
+            how = (saved[:9], ctx.options, needs)
             return *_library.chunk_kda_backward(do, dfinal_state, *how), None, None
         backward = _kda.prepare_backward(
-            _torch, do, dfinal_state, saved[:8], saved[8], ctx.options, needs
+            _torch, do, dfinal_state, inputs, cu_seqlens, ctx.options, needs, h
         )
         _keep(_gradients, key, backward)
     # What takes part in the backward is what was saved.
@@ -134,15 +136,18 @@ _chunk_backward_once = once_differentiable(_chunk_backward)
 
 
 class ChunkKda(torch.autograd.Function):
-    """chunk_kda with gradients. Only the inputs are kept; the backward recomputes the rest."""
+    """chunk_kda with gradients. Only the inputs are kept, and h if the forward was prepared to
+    leave it; the backward recomputes the rest."""
 
     @staticmethod
     def forward(ctx, q, k, v, g, beta, A_log, dt_bias, h0, cu_seqlens, prepared):
         inputs = (q, k, v, g, beta, A_log, dt_bias, h0, cu_seqlens)
-        ctx.save_for_backward(*inputs)
+        o, *rest = _problem.execute(_torch, prepared, _present(inputs))
+        h = rest.pop() if prepared.outputs[-1][0] == "h" else None
+        ctx.save_for_backward(*inputs, h)
         ctx.options = prepared.options
         ctx.set_materialize_grads(False)
-        return _forward(prepared, _present(inputs))
+        return o, rest[0] if rest else None
 
     @staticmethod
     def backward(ctx, do, dfinal_state):
@@ -157,27 +162,38 @@ class ChunkKda(torch.autograd.Function):
 _apply = super(torch.autograd.Function, ChunkKda).apply
 
 
+def _wants_gradients(tensors: tuple) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
 def _run_chunk(prepared: Prepared, tensors: tuple) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+    if _wants_gradients(tensors):
         return _apply(*tensors, prepared)
     return _forward(prepared, _present(tensors))
 
 
+def _chunk_key(tensors: tuple, options: tuple) -> tuple | None:
+    """With disable_recompute, the last option, only a call that wants gradients keeps h."""
+    if options[-1]:
+        options = (*options[:-1], _wants_gradients(tensors))
+    return _key(tensors, options)
+
+
 def chunk_was_seen(call: dict[str, Any]) -> bool:
-    return _calls.find(_key(CHUNK_TENSORS(call), CHUNK_OPTIONS(call))) is not None
+    return _calls.find(_chunk_key(CHUNK_TENSORS(call), CHUNK_OPTIONS(call))) is not None
 
 
 def chunk_again(tensors: tuple, options: tuple) -> tuple | None:
     """The result if a call like this was made before, its arguments as the getters above give
     them."""
-    prepared = _calls.find(_key(tensors, options))
+    prepared = _calls.find(_chunk_key(tensors, options))
     return None if prepared is None else _run_chunk(prepared, tensors)
 
 
 def chunk_seen(call: dict[str, Any]) -> tuple[tuple | None, tuple | None]:
     """As chunk_again, and the key to remember the call by."""
     tensors = CHUNK_TENSORS(call)
-    key = _key(tensors, CHUNK_OPTIONS(call))
+    key = _chunk_key(tensors, CHUNK_OPTIONS(call))
     prepared = _calls.find(key)
     return None if prepared is None else _run_chunk(prepared, tensors), key
 
@@ -194,7 +210,8 @@ def chunk_kda(
     tensors = (*inputs, cu_seqlens)
     if needs_operators(tensors):
         return _library.chunk_kda(inputs, cu_seqlens, options, with_state)
-    prepared = _kda.prepare_forward(_torch, inputs, cu_seqlens, options, with_state)
+    keeps_h = bool(call["disable_recompute"]) and _wants_gradients(tensors)
+    prepared = _kda.prepare_forward(_torch, inputs, cu_seqlens, options, with_state, keeps_h)
     # Only where nothing was cast, reshaped or dropped.
     if all(a is b for a, b in zip(tensors, CHUNK_TENSORS(call))):
         _keep(_calls, key, prepared)

@@ -86,8 +86,10 @@ def prepare_backward(
     cu_seqlens: Any,
     options: Options,
     needs: tuple[bool, ...],
+    h: Any = None,
 ) -> Backward | None:
-    """Outputs: the gradients needed, of inputs that take part; None if there is none."""
+    """Outputs: the gradients needed, of inputs that take part; None if there is none. h: what the
+    forward left of states, if it was kept."""
     rows = taking_part(inputs, cu_seqlens, options)
     names = {name for name, _ in rows}
     outputs = [
@@ -97,7 +99,8 @@ def prepare_backward(
     ]
     if not outputs:
         return None
-    rows += [("do", do)] + ([] if dfinal_state is None else [("dfinal_state", dfinal_state)])
+    more = (("do", do), ("dfinal_state", dfinal_state), ("h", h))
+    rows += [row for row in more if row[1] is not None]
     sizes = sizes_of(inputs, cu_seqlens)
     prepared = _problem.prepare(frame, CHUNK_BWD, sizes, options, rows, outputs)
     names = [name for name, _, _ in outputs]

@@ -126,7 +126,6 @@ def reset_hits() -> None:
 
 
 # Bounded, so that training on ever changing lengths does not grow; a plan holds no tensor.
-# `choice` is the variable KDA_IMPL, which the library reads itself: another value, another plan.
 @lru_cache(maxsize=1024)
 def _plan(
     operation: int,
@@ -134,7 +133,7 @@ def _plan(
     options: Options,
     layouts: tuple,
     device: tuple[int, int],
-    choice: str,
+    environment: tuple[str, str],
 ) -> _native.Plan:
     plan = _native.Plan(operation, sizes, options, layouts, device[0], device[1])
     if _log.dispatch:
@@ -144,12 +143,16 @@ def _plan(
     return plan
 
 
+def environment() -> tuple[str, str]:
+    """The variables that the library reads itself for a plan: other values, another plan."""
+    return _native.environment("KDA_IMPL"), _native.environment("KDA_WORKSPACE_LIMIT")
+
+
 def plan_of(
     operation: int, sizes: Sizes, options: Options, layouts: tuple, device: tuple[int, int]
 ) -> _native.Plan:
     """The plan of a problem; ValueError or UnsupportedError if there is none."""
-    choice = _native.environment("KDA_IMPL")
-    return _plan(operation, sizes, options, layouts, device, choice)
+    return _plan(operation, sizes, options, layouts, device, environment())
 
 
 def not_a_tensor(name: str, tensor: Any) -> ArgumentError:

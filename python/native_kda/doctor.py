@@ -17,7 +17,14 @@ from typing import Any
 import native_kda
 from native_kda import _native, _problem
 
-_VARIABLES = ("KDA_IMPL", "KDA_LOG", "NATIVE_KDA_DISABLE", "NATIVE_KDA_LOG", "FLA_NATIVE_KDA")
+_VARIABLES = (
+    "KDA_IMPL",
+    "KDA_WORKSPACE_LIMIT",
+    "KDA_LOG",
+    "NATIVE_KDA_DISABLE",
+    "NATIVE_KDA_LOG",
+    "FLA_NATIVE_KDA",
+)
 _MODULES = ("torch", "fla", "transformers", "numpy", "cupy", "jax")
 
 

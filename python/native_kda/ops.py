@@ -114,8 +114,10 @@ def chunk_kda(
         use_beta_sigmoid_in_kernel: beta holds logits; with allow_neg_eigval it becomes 2 sigmoid.
         safe_gate: says that decays are at least lower_bound. Checked, otherwise of no effect:
             every gate is computed safely.
-        disable_recompute, use_graph, max_num_seqs: accepted, of no effect: what the backward needs
-            is recomputed, and every call can be captured in a CUDA graph.
+        disable_recompute: keeps the states entering each chunk for the backward, 2 K V bytes a
+            chunk and head in 16 bits, which otherwise walks for them again. Of no effect inside
+            torch.compile and wherever no gradient is asked for.
+        use_graph, max_num_seqs: accepted, of no effect: every call can be captured in a CUDA graph.
         return_intermediate_states: also returns the state entering each chunk, [B, NT, HV, K, V].
             Only inside torch.inference_mode, or with arrays.
         cu_seqlens: [N+1], int64 or int32: B is 1 and holds N sequences one after another.
@@ -144,6 +146,7 @@ def chunk_kda(
             state_v_first,
             cp_context,
             chunk_size,
+            disable_recompute,
         )
         result = _calls.chunk_again(tensors, options)
         if result is not None:

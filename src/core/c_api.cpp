@@ -123,6 +123,7 @@ kda::Result<kda::Plan> create(const kda_problem* problem, kda_device_type device
     if (Status status = check_struct(given, "kda_options"); !status.ok()) return status;
     if (given->implementation != nullptr) options.implementation = given->implementation;
     options.threads = given->threads;
+    options.workspace_limit = given->workspace_limit;
   }
   return kda::make_plan(*converted, {static_cast<kda::DeviceType>(device_type), device_index},
                         options);

@@ -46,7 +46,8 @@ struct Implementation {
   std::string_view features;  ///< What it takes, for `kda support` and the documentation.
   /// The executor, or kUnsupported naming the missing feature. The problem is validated. Allocates
   /// no tensor memory, so that asking "is it supported" is this very call. In `options` the
-  /// implementation is the caller's or the environment's choice; empty: nobody chose.
+  /// implementation is the caller's or the environment's choice; empty: nobody chose. A workspace
+  /// above their limit is the least that the row can do with: make_plan refuses it.
   Result<std::unique_ptr<Executor>> (*create)(const Problem& problem, const Device& device,
                                               const Options& options);
 };

@@ -2,6 +2,7 @@
 #include "kda/plan.h"
 
 #include <algorithm>
+#include <charconv>
 #include <chrono>
 #include <cstdlib>
 #include <string>
@@ -45,6 +46,23 @@ Request requested_implementation(const Options& options) {
   if (!options.implementation.empty()) return {options.implementation, "implementation"};
   const char* value = std::getenv("KDA_IMPL");
   return {value != nullptr ? value : "", "environment variable KDA_IMPL"};
+}
+
+/// The caller's limit, or that of the environment; 0: none.
+Result<std::size_t> requested_limit(const Options& options) {
+  constexpr const char* kVariable = "KDA_WORKSPACE_LIMIT";
+  const char* value = std::getenv(kVariable);
+  if (options.workspace_limit > 0 || value == nullptr || *value == '\0') {
+    return options.workspace_limit;
+  }
+  const std::string_view text = value;
+  std::size_t bytes = 0;
+  const auto [stop, error] = std::from_chars(text.data(), text.data() + text.size(), bytes);
+  if (error == std::errc{} && stop == text.data() + text.size()) return bytes;
+  return Status(StatusCode::kInvalidArgument,
+                fmt::format("environment variable {}: found \"{}\", expected a number of bytes, or "
+                            "0 for no limit",
+                            kVariable, shown(text)));
 }
 
 bool names(const std::vector<std::string_view>& words, const Implementation& row) {
@@ -167,7 +185,7 @@ Status check_device(const Device& device) {
 /// What is left to decide after the checks that need no implementation.
 struct Question {
   Problem problem;
-  Options options;  ///< with the choice that the environment makes
+  Options options;  ///< with the choice and the limit that the environment sets
   std::vector<const Implementation*> rows;
 };
 
@@ -181,11 +199,32 @@ Result<Question> prepare(const Problem& problem, const Device& device, const Opt
   if (!validated.ok()) return validated.status();
   Result<std::vector<const Implementation*>> rows = candidates(*validated, device, options);
   if (!rows.ok()) return rows.status();
+  const Result<std::size_t> limit = requested_limit(options);
+  if (!limit.ok()) return limit.status();
   Options with_choice = options;
+  with_choice.workspace_limit = *limit;
   std::string text = requested_implementation(options).text;
   if (split(text).empty()) text.clear();  // separators alone choose nothing
   with_choice.implementation = std::move(text);
   return Question{*validated, std::move(with_choice), std::move(*rows)};
+}
+
+/// The executor of a row, if it keeps to the limit of workspace.
+Result<std::unique_ptr<Executor>> create(const Implementation& row, const Question& question,
+                                         const Device& device) {
+  Result<std::unique_ptr<Executor>> executor =
+      row.create(question.problem, device, question.options);
+  if (!executor.ok()) return executor;
+  const std::size_t least = (*executor)->workspace_bytes();
+  const std::size_t limit = question.options.workspace_limit;
+  if (limit > 0 && least > limit) {
+    return Status(StatusCode::kUnsupported,
+                  fmt::format("workspace_limit: found {} bytes, expected {} or more, the least "
+                              "workspace of this row here",
+                              limit, least));
+  }
+  (*executor)->set_name(row.name);
+  return executor;
 }
 
 }  // namespace
@@ -220,10 +259,8 @@ Result<Plan> make_plan(const Problem& problem, const Device& device, const Optio
   if (!question.ok()) return question.status();
   std::string reasons;
   for (const Implementation* row : question->rows) {
-    Result<std::unique_ptr<Executor>> executor =
-        row->create(question->problem, device, question->options);
+    Result<std::unique_ptr<Executor>> executor = create(*row, *question, device);
     if (executor.ok()) {
-      (*executor)->set_name(row->name);
       if (log::dispatch_enabled()) {
         log::write(fmt::format("dispatch {} -> {}{}", name_of(problem.operation), row->name,
                                reasons.empty() ? "" : " because " + reasons));
@@ -250,12 +287,14 @@ Result<std::vector<Verdict>> explain(const Problem& problem, const Device& devic
   bool found = false;
   for (const Implementation& row : all_implementations()) {
     if (row.operation != problem.operation || row.device != device.type) continue;
-    const Status status = row.create(question->problem, device, question->options).status();
+    const Result<std::unique_ptr<Executor>> executor = create(row, *question, device);
+    const Status& status = executor.status();
     const bool candidate = !found && std::find(wanted.begin(), wanted.end(), &row) != wanted.end();
     if (candidate && !status.ok() && status.code() != StatusCode::kUnsupported) return status;
     const bool chosen = candidate && status.ok();
     found |= chosen;
-    verdicts.push_back({row.name, status.ok(), chosen, status.message()});
+    verdicts.push_back({row.name, status.ok(), chosen, status.message(),
+                        status.ok() ? (*executor)->workspace_bytes() : 0});
   }
   return verdicts;
 }

@@ -48,6 +48,11 @@ class CpuExecutor final : public Executor {
         scratch_(kernel.scratch(problem)),
         shared_bytes_(kernel.shared == nullptr ? 0 : (kernel.shared(problem) + 63) / 64 * 64) {}
 
+  /// Fewer threads, if that keeps to the limit; where it fits().
+  void keep_to(std::size_t limit) {
+    threads_ = threads_within(limit, threads_, shared_bytes_, scratch_bytes());
+  }
+
   std::size_t workspace_bytes() const override {
     return static_cast<std::size_t>(shared_bytes_ + threads_ * scratch_bytes());
   }
@@ -172,6 +177,7 @@ Result<std::unique_ptr<Executor>> create(const Problem& problem, const Device& d
         StatusCode::kUnsupported,
         fmt::format("does not take sizes that need a workspace of more than {} bytes", kMostBytes));
   }
+  executor->keep_to(options.workspace_limit);
   return std::unique_ptr<Executor>(std::move(executor));
 }
 

@@ -78,8 +78,11 @@ Result<std::unique_ptr<Executor>> create(const Problem& problem, const Device& d
                   fmt::format("does not take sizes that need a workspace of more than {} doubles",
                               kMostDoubles));
   }
-  return std::unique_ptr<Executor>(std::make_unique<ReferenceExecutor>(
-      problem, device, run, static_cast<int>(threads), shared, scratch));
+  constexpr auto kBytes = static_cast<int64_t>(sizeof(double));
+  const int kept = cpu::threads_within(options.workspace_limit, static_cast<int>(threads),
+                                       shared * kBytes, scratch * kBytes);
+  return std::unique_ptr<Executor>(
+      std::make_unique<ReferenceExecutor>(problem, device, run, kept, shared, scratch));
 }
 
 template <auto run, Scratch scratch, Scratch shared = nothing>

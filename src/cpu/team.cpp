@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <atomic>
 
 namespace kda::cpu {
@@ -22,6 +23,13 @@ int team_size(int wanted) {
   if (wanted <= 1 || lost_team.load(std::memory_order_relaxed)) return 1;
   had_team.store(true, std::memory_order_relaxed);
   return wanted;
+}
+
+int threads_within(std::size_t limit, int threads, int64_t shared, int64_t each) {
+  if (limit == 0 || each == 0) return threads;
+  const auto most = static_cast<std::size_t>(threads);
+  const std::size_t room = limit - std::min(limit, static_cast<std::size_t>(shared));
+  return static_cast<int>(std::clamp<std::size_t>(room / static_cast<std::size_t>(each), 1, most));
 }
 
 }  // namespace kda::cpu

@@ -18,8 +18,9 @@ using cuda::PipelineFunction;
 
 template <PipelineFunction function>
 Result<std::unique_ptr<Executor>> create(const Problem& problem, const Device& device,
-                                         const Options&) {
-  return cuda::make_pipeline(problem, device, function);
+                                         const Options& options) {
+  const Cut cut = cuda::cut_within(options.workspace_limit, problem, function);
+  return cuda::make_pipeline(problem, device, function, cut);
 }
 
 constexpr std::string_view kFamily = "cuda";

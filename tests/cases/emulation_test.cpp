@@ -51,6 +51,7 @@ TEST(Emulation, WithoutRoundingIsTheRecurrence) {
       CaseSpec spec = spec_of(family, DType::kBF16);
       spec.sizes = {1, 220, 1, 2, 64, 64, 0, 0};
       spec.cu_seqlens = {0, 0, 10, 210};
+      spec.poison_tail = true;
       spec.gate = gate;
       spec.qk_l2norm = gate != Gate::kNone;
       spec.beta_sigmoid = spec.allow_neg_eigval = gate == Gate::kSoftplus;
@@ -105,12 +106,13 @@ TEST(Emulation, ErrorsOfTheForms) {
   }
 }
 
-/// The rounding points of the Hopper kernels: the operands of L and P are bf16, or tf32 beside
-/// fp16; those of the backward's intra part are sums of two bf16 numbers.
+/// The rounding points of the Hopper kernels. Beside fp16 the operands of L and P are tf32, and
+/// keys and queries of the backward's intra part sums of two bf16 numbers; beside bf16 both are
+/// bf16.
 Emulation hopper(DType io, int64_t segment = 0) {
   Emulation emulation{Form::kR, 32, io, io};
   emulation.tf32_scores = io == DType::kF16;
-  emulation.two_term_r = true;
+  if (io == DType::kBF16) emulation.intra = io;
   emulation.segment = segment;
   return emulation;
 }
@@ -168,6 +170,7 @@ TEST(Emulation, BackwardWithoutRoundingIsTheRecurrence) {
       spec.gradients = true;
       spec.sizes = {1, 150, 1, 2, 64, 64, 0, 0};
       spec.cu_seqlens = {0, 0, 70, 140};
+      spec.poison_tail = true;
       spec.gate = gate;
       spec.qk_l2norm = gate != Gate::kNone;
       spec.beta_sigmoid = spec.allow_neg_eigval = gate == Gate::kSoftplus;
@@ -212,19 +215,53 @@ std::map<TensorId, double> backward_errors(Family family, Emulation emulation) {
 TEST(Emulation, ErrorsOfTheBackward) {
   const Emulation variants[] = {
       {Form::kWu, 64},
-      {Form::kR, 32, DType::kBF16, DType::kBF16, false, DType::kBF16, false},
-      {Form::kR, 32, DType::kBF16, DType::kBF16, false, DType::kBF16},
+      {Form::kR, 32, DType::kBF16, DType::kBF16, false, DType::kBF16, DType::kBF16, false},
+      {Form::kR, 32, DType::kBF16, DType::kBF16, false, DType::kBF16, DType::kBF16},
       hopper(DType::kBF16)};
-  const char* const names[] = {"w/u, 64 tokens", "compact, one term, W not matched",
-                               "compact, one term", "compact, two terms"};
+  const char* const names[] = {"w/u, 64 tokens", "compact, dP and dL bf16, W not matched",
+                               "compact, dP and dL bf16", "compact"};
   for (const Family family : {Family::kUnit, Family::kMix, Family::kBound, Family::kDeep,
                               Family::kCorr, Family::kSame, Family::kPredicted}) {
     for (int i = 0; i < 4; ++i) {
-      fmt::print("{:10} {:32}", name_of(family), names[i]);
+      fmt::print("{:10} {:40}", name_of(family), names[i]);
       for (const auto& [id, error] : backward_errors(family, variants[i])) {
         fmt::print(" {} {:.1e}", name_of(id), error);
       }
       fmt::print("\n");
+    }
+  }
+}
+
+// h as the forward kept it, and v_new walked from it again every so many tokens. Prints the figures
+// that docs/kernels/chunk_bwd.md quotes.
+TEST(Emulation, ErrorsOfKeptCheckpoints) {
+  for (const Family family : {Family::kUnit, Family::kCorr, Family::kNoDecay, Family::kSlow,
+                              Family::kMix, Family::kDeep, Family::kPredicted}) {
+    for (const DType io : {DType::kBF16, DType::kF16}) {
+      CaseSpec spec = spec_of(family, io);
+      spec.gate = Gate::kSoftplus;
+      spec.qk_l2norm = spec.gradients = true;
+      spec.sizes = {1, 1100, 1, 1, 64, 64, 0, 0};
+      const Case c = generate(spec);
+      const TensorMap expected = backward_reference_of(c);
+      for (const int64_t kept : {0, 512}) {
+        Emulation variant = hopper(io);
+        variant.kept = kept;
+        const TensorMap results = emulate_backward(c, variant);
+        fmt::print("{:10} {} {:3}:", name_of(family), io == DType::kBF16 ? "bf16" : "fp16", kept);
+        for (const auto& [id, reference] : expected) {
+          const Difference d = compare(c, id, results.at(id), reference);
+          fmt::print(" {} {:.2e}", name_of(id), d.ratio);
+          EXPECT_TRUE(d.finite);
+          if (d.ratio <= limit_of(precision_of(io), id)) continue;
+          CheckedOutput checked;
+          checked.id = id;
+          look_again(c, &spec, results.at(id), reference, io, checked);
+          EXPECT_TRUE(checked.pass) << name_of(family) << ": " << name_of(id) << " "
+                                    << checked.difference.ratio << ", limit " << checked.limit;
+        }
+        fmt::print("\n");
+      }
     }
   }
 }
@@ -239,7 +276,7 @@ TEST(Emulation, OperandsOfTheBackwardInFp16) {
   };
   const auto of_intra = [](DType intra) {
     Emulation emulation = hopper(DType::kF16);
-    emulation.intra = intra;
+    emulation.intra = emulation.score_gradients = intra;
     return emulation;
   };
   const Variant variants[] = {{"w/u, 64 tokens", {Form::kWu, 64, DType::kF16}},
@@ -316,7 +353,7 @@ TEST(Emulation, ShortSequencesOfCorrelatedKeys) {
     const TensorMap theirs = emulated_rounding(c, DType::kBF16);
     const double limit = limit_beside(theirs, c, kDdtBias, expected, DType::kBF16);
     Emulation one_term = hopper(DType::kBF16);
-    one_term.intra = DType::kBF16;
+    one_term.score_gradients = DType::kBF16;
     const auto error_of = [&](const Emulation& emulation) {
       return compare(c, kDdtBias, emulate_backward(c, emulation).at(kDdtBias), expected).ratio;
     };

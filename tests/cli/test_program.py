@@ -89,6 +89,8 @@ class BadUsage(ProgramTest):
             ["run"],
             ["run", "a"],
             ["run", "a", "-o", "b", "--threads", "-1"],
+            ["run", "a", "-o", "b", "--workspace-limit", "-1"],
+            ["bench", "--workspace-limit", "1G"],
             ["verify", "--what"],
             ["bench", "--shape", "1,2,3"],
             ["bench", "--shape", "1,2,3,4,5,x"],
@@ -591,6 +593,19 @@ class Bench(ProgramTest):
         _, row = self.lines(result)
         self.assertEqual((row["sequences"], row["shape"]), (4, [1, 48, 1, 2, 32, 32]))
 
+    def test_a_step_that_keeps_its_states_moves_them_too(self):
+        moved = []
+        for more in ((), ("--checkpoints",)):
+            result = kda("bench", "--suite", "train", "--shape", "1,100,1,2,32,16", "--dtype",
+                         "fp32", "--repeat", "1", "--device", "cpu", "--json", *more)
+            self.check(result, 0)
+            moved.append([row["bytes"] for row in self.lines(result)[1:]])
+        h = 2 * 2 * 32 * 16 * 4  # two chunks, two heads
+        self.assertEqual(moved[1], [bytes + h for bytes in moved[0]])
+        result = kda("bench", "--suite", "decode", "--checkpoints", "--device", "cpu", "--json")
+        self.check(result, 2)
+        self.assertIn("decode", self.lines(result)[-1]["error"])
+
     def test_lengths_that_do_not_fit_are_named(self):
         for arguments, found in ((("--shape", "1,48,1,2,32,32", "--lengths", "16,31"), "sum is 47"),
                                  (("--shape", "2,48,1,2,32,32", "--lengths", "48"), "B = 2"),
@@ -728,6 +743,28 @@ class SupportAndDoctor(ProgramTest):
         self.check(wrong, 2)
         self.assertIn("--state-dtype: found int8", wrong.stdout)
         self.check(kda(*ask, "--pool", "-1"), 2)
+
+    def test_support_says_the_workspace_and_keeps_to_a_limit(self):
+        ask = ("support", "--shape", "4,100,2,2,32,32", "--operation", "chunk_fwd", "--device",
+               "cpu", "--threads", "4", "--impl", "cpu", "--json", "--workspace-limit")
+        needed = [self.lines(kda(*ask, limit))[0]["workspace_bytes"] for limit in (0, 10**9)]
+        self.assertGreater(needed[0], 0)
+        self.assertEqual(needed[0], needed[1])
+        less = self.lines(kda(*ask, needed[0] - 1))[0]
+        self.assertTrue(less["chosen"])
+        self.assertLess(less["workspace_bytes"], needed[0])
+        refused = kda(*ask, 1)
+        self.check(refused, 3)
+        self.assertIn("workspace_limit: found 1 bytes, expected ", refused.stdout)
+        self.assertIn(f"workspace {needed[0]} bytes", kda(*ask[:-2]).stdout)
+
+    def test_run_and_bench_keep_to_a_limit(self):
+        case = DATA / "beta_zero.safetensors"
+        out = self.folder / "limited.safetensors"
+        for command in (("run", case, "-o", out),
+                        ("bench", "--shape", "1,64,1,1,32,32", "--repeat", "1")):
+            self.check(kda(*command, "--device", "cpu", "--workspace-limit", "1"), 3)
+            self.check(kda(*command, "--device", "cpu", "--workspace-limit", 10**9), 0)
 
     def test_support_goes_on_where_the_choice_has_nothing(self):
         result = kda("support", "--shape", "1,64,1,1,32,32", "--device", "cpu", "--impl",

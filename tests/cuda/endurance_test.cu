@@ -36,7 +36,7 @@ class Steps {
 
   /// Enqueues the step: "" or what went wrong. `implementation` "" takes the default.
   std::string run(int64_t step, const char* implementation) {
-    const Problem problem = problem_of_step(step);
+    const Problem problem = problem_of_step(step, StepSizes::kModels);
     const Result<Plan> plan = make_plan(problem, {DeviceType::kCuda, 0}, choosing(implementation));
     if (!plan.ok()) return plan.status().message();
     if (plan->workspace_bytes() > kWorkspaceBytes) return "the test's workspace is too small";
@@ -58,7 +58,7 @@ class Steps {
   /// The bytes of all outputs of a step.
   std::string outputs(int64_t step) const {
     wait();
-    const Problem problem = problem_of_step(step).validated().value();
+    const Problem problem = problem_of_step(step, StepSizes::kModels).validated().value();
     std::string bytes;
     for (const TensorSpec& spec : tensors_of(problem.operation)) {
       if (spec.role == Role::kInput || !problem.has(spec.id)) continue;

@@ -199,6 +199,22 @@ def test_the_choice_of_an_implementation(monkeypatch):
         native_kda.chunk_kda(**x)
 
 
+def test_the_environment_limits_the_workspace(monkeypatch):
+    x = reference.numpy_inputs(T=6)
+    native_kda.chunk_kda(**x)
+    monkeypatch.setenv("KDA_WORKSPACE_LIMIT", "1")
+    supported, reason, _ = native_kda.is_supported(**x)
+    assert not supported
+    assert "workspace_limit: found 1 bytes, expected " in reason
+    with pytest.raises(native_kda.UnsupportedError, match="workspace_limit"):
+        native_kda.chunk_kda(**x)
+    monkeypatch.setenv("KDA_WORKSPACE_LIMIT", "1e9")
+    with pytest.raises(ValueError, match="KDA_WORKSPACE_LIMIT: found .1e9."):
+        native_kda.chunk_kda(**x)
+    monkeypatch.setenv("KDA_WORKSPACE_LIMIT", "1000000000")
+    native_kda.chunk_kda(**x)
+
+
 def test_a_named_backend_never_falls_back():
     x = reference.numpy_inputs(T=6)
     native_kda.chunk_kda(**x, backend="cpu")

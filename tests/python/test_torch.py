@@ -114,6 +114,35 @@ def test_only_the_gradient_that_is_asked_for(wanted):
     assert torch.equal(x[wanted].grad, every[wanted])
 
 
+def test_states_are_kept_where_the_backward_may_use_them(monkeypatch):
+    """disable_recompute: h leaves the forward and enters the backward, and only where there is
+    one."""
+    prepared = []
+    prepare = native_kda._problem.prepare
+
+    def spy(frame, operation, sizes, options, rows, outputs):
+        prepared.append((operation, "h" in dict(rows), "h" in [row[0] for row in outputs]))
+        return prepare(frame, operation, sizes, options, rows, outputs)
+
+    monkeypatch.setattr(native_kda._problem, "prepare", spy)
+    x = inputs(T=150, seed=11)
+    weights = weights_of(x)
+    how = dict(**FLAGS, output_final_state=True)
+    wanted = gradients(native_kda.chunk_kda(**x, **how), x, weights)
+    assert prepared == [(0, False, False), (1, False, False)]
+    for _ in range(2):  # the second call is remembered
+        outputs = native_kda.chunk_kda(**x, **how, disable_recompute=True)
+        assert len(outputs) == 2
+        for name, gradient in gradients(outputs, x, weights).items():
+            assert ratio(wanted[name], gradient) < 1e-6, name
+    assert prepared[2:] == [(0, False, True), (1, True, False)]
+    with torch.no_grad():
+        o, state = native_kda.chunk_kda(**x, **how, disable_recompute=True)
+    assert state.shape == outputs[1].shape
+    o, state = native_kda.chunk_kda(**x, **FLAGS, disable_recompute=True)
+    assert state is None and o.requires_grad
+
+
 def test_what_is_not_asked_for_is_not_computed(monkeypatch):
     asked = []
     prepare = native_kda._problem.prepare

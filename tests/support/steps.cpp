@@ -18,18 +18,19 @@ int64_t turn(int64_t step, std::initializer_list<int64_t> values) {
 
 int fill_of(TensorId id) { return id == kG ? kNegativeFill : kPositiveFill; }
 
-Problem problem_of_step(int64_t step) {
+Problem problem_of_step(int64_t step, StepSizes sizes) {
+  const bool models = sizes == StepSizes::kModels;
   const auto operation = static_cast<Operation>(step % 3);
   Sizes s;
   s.T = operation == Operation::kRecurrent ? turn(step / 3, {1, 2, 5}) : 1 + 37 * step % 90;
   s.H = turn(step, {1, 2});
   s.HV = s.H * turn(step / 2, {1, 2, 1});
-  s.K = turn(step, {64, 16, 128, 33, 64});
-  s.V = turn(step, {64, 128, 24, 64, 40, 64, 1});
+  s.K = turn(step, {64, models ? 128 : 16, 128, 33, 64});
+  s.V = turn(step, {64, 128, 24, 64, models ? 128 : 40, 64, 1});
   const bool packed = step % 4 == 1;
   s.B = packed ? 1 : turn(step, {1, 3, 2});
   s.N = packed ? static_cast<int64_t>(kMostStarts) - 1 : 0;
-  const DType io = turn(step / 5, {0, 1}) == 0 ? DType::kBF16 : DType::kF32;
+  const DType io = step / 5 % (models ? 4 : 2) == 1 ? DType::kF32 : DType::kBF16;
   Problem problem = Problem::make(operation, s, io);
   problem.gate = step % 7 < 3 ? Gate::kSoftplus : Gate::kNone;
   problem.qk_l2norm = problem.beta_sigmoid = step % 5 != 0;

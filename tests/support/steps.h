@@ -10,9 +10,14 @@
 
 namespace kda::test {
 
+enum class StepSizes {
+  kSmall,
+  kModels,  ///< mostly those, and dtypes, that Hopper rows take too
+};
+
 /// Forward, backward or decode number `step`: sizes, options and packing change with every number
 /// and come back after some hundreds.
-Problem problem_of_step(int64_t step);
+Problem problem_of_step(int64_t step, StepSizes sizes = StepSizes::kSmall);
 
 /// Bytes that hold any tensor of any step.
 inline constexpr std::size_t kStepBytes = std::size_t{2} << 20;

@@ -162,6 +162,16 @@ TEST(CApi, UninitialisedStructuresAreRefused) {
                "call kda_options_init first");
 }
 
+TEST(CApi, LimitsTheWorkspace) {
+  const kda_problem problem = forward();
+  kda_options options;
+  kda_options_init(&options);
+  EXPECT_EQ(options.workspace_limit, 0u);
+  options.workspace_limit = 1;
+  expect_error(kda_supports(&problem, KDA_CPU, 0, &options), KDA_UNSUPPORTED,
+               "workspace_limit: found 1 bytes, expected ");
+}
+
 TEST(CApi, UnknownEnumeratorsAreRefused) {
   kda_problem problem = forward();
   expect_error(kda_supports(&problem, static_cast<kda_device_type>(7), 0, nullptr),

@@ -14,11 +14,11 @@
 namespace kda {
 namespace {
 
-/// KDA_IMPL for the length of a test; restored after it.
+/// A variable for the length of a test; restored after it.
 class Environment {
  public:
-  explicit Environment(const char* value) {
-    if (const char* old = std::getenv("KDA_IMPL")) old_ = old;
+  explicit Environment(const char* value, const char* variable = "KDA_IMPL") : variable_(variable) {
+    if (const char* old = std::getenv(variable_)) old_ = old;
     set(value);
   }
   Environment(const Environment&) = delete;
@@ -26,13 +26,14 @@ class Environment {
   ~Environment() { set(old_ ? old_->c_str() : nullptr); }
 
  private:
-  static void set(const char* value) {
+  void set(const char* value) const {
     if (value == nullptr) {
-      unsetenv("KDA_IMPL");
+      unsetenv(variable_);
     } else {
-      setenv("KDA_IMPL", value, 1);
+      setenv(variable_, value, 1);
     }
   }
+  const char* variable_;
   std::optional<std::string> old_;
 };
 
@@ -299,6 +300,84 @@ TEST(MakePlan, RefusesWrongDevicesAndThreads) {
   EXPECT_FALSE(explain(problem, {}, options).ok()) << "explain asks what make_plan asks";
   options.threads = 1025;
   EXPECT_EQ(message({}, options), "threads: found 1025, expected 0..1024");
+}
+
+// Each thread has scratch of its own, beside what all share (the backward has some).
+TEST(MakePlan, FewerThreadsKeepToALimitOfTheWorkspace) {
+  const Environment environment(nullptr, "KDA_WORKSPACE_LIMIT");
+  for (const Operation operation : {Operation::kChunkForward, Operation::kChunkBackward}) {
+    Problem problem =
+        Problem::make(operation, {.B = 4, .T = 70, .H = 4, .HV = 4, .K = 8, .V = 6}, DType::kF32);
+    problem.gate = Gate::kSoftplus;
+    problem.set(TensorId::kALog, DType::kF32);
+    if (operation == Operation::kChunkBackward) problem.set(TensorId::kDALog, DType::kF32);
+    for (const char* family : {"cpu", "reference"}) {
+      const auto bytes = [&](int32_t threads, std::size_t limit) {
+        Options options = choosing(family);
+        options.threads = threads;
+        options.workspace_limit = limit;
+        return make_plan(problem, {}, options).value().workspace_bytes();
+      };
+      const std::size_t one = bytes(1, 0);
+      const std::size_t three = bytes(3, 0);
+      const std::size_t eight = bytes(8, 0);
+      ASSERT_LT(one, three) << family;
+      EXPECT_EQ(bytes(8, eight), eight) << family;
+      EXPECT_EQ(bytes(8, three), three) << family;
+      EXPECT_EQ(bytes(8, three + 1), three) << family;
+      EXPECT_EQ(bytes(8, three - 1), bytes(2, 0)) << family;
+      EXPECT_EQ(bytes(8, one), one) << family;
+      Options options = choosing(family);
+      options.workspace_limit = one - 1;
+      const Status refused = supports(problem, {}, options);
+      EXPECT_EQ(refused.code(), StatusCode::kUnsupported);
+      EXPECT_NE(refused.message().find("workspace_limit: found " + std::to_string(one - 1) +
+                                       " bytes, expected " + std::to_string(one) + " or more"),
+                std::string::npos)
+          << refused.message();
+    }
+  }
+}
+
+TEST(MakePlan, TheEnvironmentLimitsTheWorkspaceUnlessTheCallerDoes) {
+  const Problem problem = problem_of(Operation::kChunkForward);
+  const std::string variable = "KDA_WORKSPACE_LIMIT";
+  Options generous;
+  generous.workspace_limit = std::size_t{1} << 40;
+  {
+    const Environment environment("1", variable.c_str());
+    EXPECT_EQ(supports(problem).code(), StatusCode::kUnsupported);
+    EXPECT_TRUE(supports(problem, {}, generous).ok());
+  }
+  for (const char* none : {"", "0"}) {
+    const Environment environment(none, variable.c_str());
+    EXPECT_TRUE(supports(problem).ok()) << "\"" << none << "\"";
+  }
+  for (const char* wrong : {"1G", "-1", "99999999999999999999", " 1"}) {
+    const Environment environment(wrong, variable.c_str());
+    const Status status = supports(problem);
+    EXPECT_EQ(status.code(), StatusCode::kInvalidArgument) << wrong;
+    EXPECT_EQ(status.message(), "environment variable " + variable + ": found \"" + wrong +
+                                    "\", expected a number of bytes, or 0 for no limit");
+    EXPECT_TRUE(supports(problem, {}, generous).ok()) << wrong;
+  }
+}
+
+TEST(Explain, SaysTheWorkspace) {
+  const Problem problem = problem_of(Operation::kChunkForward);
+  const std::vector<Verdict> verdicts = explain(problem).value();
+  for (const Verdict& verdict : verdicts) {
+    const Plan plan = make_plan(problem, {}, choosing(std::string(verdict.name))).value();
+    EXPECT_EQ(verdict.workspace_bytes, plan.workspace_bytes()) << verdict.name;
+  }
+  Options least;
+  least.workspace_limit = 1;
+  const std::vector<Verdict> refused = explain(problem, {}, least).value();
+  for (const Verdict& verdict : refused) {
+    EXPECT_FALSE(verdict.supported) << verdict.name;
+    EXPECT_EQ(verdict.workspace_bytes, 0u);
+    EXPECT_NE(verdict.reason.find("workspace_limit: found 1 bytes"), std::string::npos);
+  }
 }
 
 TEST(MakePlan, CudaThatIsNotThereIsUnsupportedWithTheReason) {

@@ -56,6 +56,14 @@ Result<Suite> parse_suite(const std::string& text) {
       fmt::format("--suite: found {}, expected train, prefill, decode, stages or host", text));
 }
 
+Status check_checkpoints(const BenchCommand& command, Suite suite) {
+  if (!command.checkpoints || suite == Suite::kShape || suite == Suite::kTrain) return {};
+  return {StatusCode::kInvalidArgument,
+          fmt::format("--checkpoints: saves states between the passes of suite train, found "
+                      "--suite {}",
+                      command.suite)};
+}
+
 Result<Bench> set_up(const BenchCommand& command) {
   Bench bench{command, {}, {}, Suite::kShape, {}, 0, 0};
   Result<Suite> suite = parse_suite(command.suite);
@@ -65,12 +73,13 @@ Result<Bench> set_up(const BenchCommand& command) {
     if (!status.ok()) return status;
   }
   bench.suite = *suite;
-  bench.options = {*io, *gate};
+  bench.options = {*io, *gate, command.checkpoints};
   for (const std::vector<int64_t>& numbers : command.shapes) {
     Result<Sizes> sizes = parse_shape(numbers);
     if (!sizes.ok()) return sizes.status();
     bench.shapes.push_back({*sizes, {}});
   }
+  if (Status status = check_checkpoints(command, bench.suite); !status.ok()) return status;
   if (!command.lengths.empty()) {
     if (bench.suite != Suite::kShape && bench.suite != Suite::kTrain &&
         bench.suite != Suite::kPrefill) {

@@ -1,6 +1,7 @@
 // What the commands of the program share.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -28,8 +29,9 @@ struct Common {
   std::string device = "auto";
   std::string implementation;
   int threads = 0;
+  std::size_t workspace_limit = 0;
 
-  Options options() const { return {implementation, threads}; }
+  Options options() const { return {implementation, threads, workspace_limit}; }
 };
 
 struct RunCommand {
@@ -52,6 +54,7 @@ struct BenchCommand {
   std::string dtype = "bf16";
   std::string gate = "softplus";
   int repeat = 15;
+  bool checkpoints = false;
   std::string line;  ///< the command as it was typed, without the program's folder
 };
 

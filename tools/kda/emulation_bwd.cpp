@@ -46,15 +46,20 @@ class BackwardHead : public EmulatedHead {
   /// dq and dk are those of the normalised rows.
   void run(TensorMap& out) {
     Matrix state = state_of(kInitialState);
+    Matrix forward = state;
     std::vector<ChunkOperands> chunks;
     std::vector<ChunkGradients> gradients;
     for (int64_t begin = range_.begin; begin < range_.end; begin += emulation_.chunk) {
       chunks.push_back(operands(begin, std::min(emulation_.chunk, range_.end - begin)));
+      const Matrix kept = rounded(forward, emulation_.type);
+      const int64_t done = begin - range_.begin;
+      if (emulation_.kept > 0 && done > 0 && done % emulation_.kept == 0) state = kept;
       const Matrix h = rounded(state, emulation_.type);
       const Matrix v_new = new_values(chunks.back(), h, true);
       move_on(state, chunks.back(), v_new);
+      if (emulation_.kept > 0) move_on(forward, chunks.back(), new_values(chunks.back(), kept));
       const Matrix none(0, 0);
-      gradients.push_back({none, none, none, none, h, none, v_new});
+      gradients.push_back({none, none, none, none, emulation_.kept > 0 ? kept : h, none, v_new});
     }
     Matrix D = times(state_of(kDfinalState), 1 / mantissa());
     for (std::size_t c = chunks.size(); c-- > 0;) {
@@ -134,8 +139,8 @@ class BackwardHead : public EmulatedHead {
     for (int64_t i = 0; i < x.rows; ++i) {
       const double beta = x.beta[static_cast<std::size_t>(i)];
       for (int64_t j = 0; j < i; ++j) {
-        const double dP = rounded(g.dP(i, j), emulation_.intra);
-        const double dL = rounded(g.dL(i, j), emulation_.intra);
+        const double dP = rounded(g.dP(i, j), emulation_.score_gradients);
+        const double dL = rounded(g.dL(i, j), emulation_.score_gradients);
         for (int64_t c = 0; c < s_.K; ++c) {
           const PairDecays::Factors f = x.decays(i, j, c);
           const DType type = f.far ? DType::kF64 : emulation_.intra;
@@ -237,10 +242,13 @@ class BackwardHead : public EmulatedHead {
   }
 };
 
-/// (3.3) for every row of x.
+/// (3.3) for every row of x. One that no sequence owns may be NaN; its gradient stays 0.
 void undo_norm(HostTensor& dx, const HostTensor& x) {
   const int64_t K = x.shape[3];
   for (int64_t first = 0; first < x.count(); first += K) {
+    bool is_zero = true;
+    for (int64_t c = first; c < first + K; ++c) is_zero = is_zero && dx.get(c) == 0;
+    if (is_zero) continue;
     double squares = 1e-6;
     double dot = 0;
     for (int64_t c = first; c < first + K; ++c) {

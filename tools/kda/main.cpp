@@ -62,7 +62,7 @@ std::string check_integer(const std::string& text) {
   return "found " + text + ", expected an integer that fits 64 bits";
 }
 
-/// The same for --seed.
+/// The same for what has no sign.
 std::string check_unsigned(const std::string& text) {
   if (number_of<uint64_t>(text)) return "";
   return "found " + text + ", expected an integer from 0 to 2^64 - 1";
@@ -73,6 +73,13 @@ std::string check_seconds(const std::string& text) {
   const std::optional<double> value = number_of<double>(text);
   if (value && *value >= 0.001 && *value <= 1e9) return "";
   return "found " + text + ", expected a number from 0.001 to 1e9";
+}
+
+void add_workspace_limit(CLI::App& app, Common& common) {
+  app.add_option("--workspace-limit", common.workspace_limit,
+                 "Bytes of workspace that a call may use; 0: KDA_WORKSPACE_LIMIT, else no limit")
+      ->check(check_unsigned)
+      ->capture_default_str();
 }
 
 void add_types(CLI::App& app, std::string& dtype, std::string& gate) {
@@ -93,6 +100,7 @@ void add_run(CLI::App& app, RunCommand& command) {
       "Round q, k, v and do to bf16, fp16, fp32 or fp64; outputs follow, and fp64 makes "
       "every output fp64");
   add_common(*sub, command.common);
+  add_workspace_limit(*sub, command.common);
 }
 
 void add_verify(CLI::App& app, VerifyCommand& command) {
@@ -134,10 +142,14 @@ void add_bench(CLI::App& app, BenchCommand& command) {
       ->delimiter(',')
       ->allow_extra_args(false)
       ->check(check_integer);
+  sub->add_flag("--checkpoints", command.checkpoints,
+                "Suite train: the forward writes h, the states every 64 tokens, and the backward "
+                "reads it");
   sub->add_option("--repeat", command.repeat, "Timed runs, fewer if they take over 10 s")
       ->check(CLI::Range(1, 100000))
       ->capture_default_str();
   add_common(*sub, command.common);
+  add_workspace_limit(*sub, command.common);
 }
 
 void add_support(CLI::App& app, SupportCommand& command) {
@@ -165,6 +177,7 @@ void add_support(CLI::App& app, SupportCommand& command) {
                   "(recurrent alone); 0: none")
       ->check(check_integer);
   add_common(*sub, command.common);
+  add_workspace_limit(*sub, command.common);
 }
 
 void add_doctor(CLI::App& app, Common& common) {

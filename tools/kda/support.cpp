@@ -202,11 +202,14 @@ void print_verdicts(const Common& common, const Problem& problem, const Device& 
                   {"impl", verdict.name},
                   {"supported", verdict.supported},
                   {"chosen", verdict.chosen},
-                  {"reason", verdict.reason}});
+                  {"reason", verdict.reason},
+                  {"workspace_bytes", verdict.workspace_bytes}});
       continue;
     }
     const std::string_view mark = verdict.chosen ? "chosen" : verdict.supported ? "can" : "cannot";
-    fmt::print("  {:<7}{:<28}{}\n", mark, verdict.name, verdict.reason);
+    const std::string workspace = fmt::format("workspace {} bytes", verdict.workspace_bytes);
+    fmt::print("  {:<7}{:<28}{}\n", mark, verdict.name,
+               verdict.supported ? workspace : verdict.reason);
   }
 }
 

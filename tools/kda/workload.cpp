@@ -42,6 +42,7 @@ Problem whole_operation(Operation operation, const Sizes& sizes, const BenchOpti
   if (options.gate != Gate::kNone) {
     problem.set(TensorId::kALog, DType::kF32).set(TensorId::kDtBias, DType::kF32);
   }
+  if (options.checkpoints) problem.set(TensorId::kH, options.io);
   want_outputs(problem, options.io);
   return problem;
 }

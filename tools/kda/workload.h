@@ -22,6 +22,7 @@ enum class Suite { kShape, kTrain, kPrefill, kDecode, kStages, kHost };
 struct BenchOptions {
   DType io = DType::kBF16;
   Gate gate = Gate::kSoftplus;
+  bool checkpoints = false;  ///< suite train: the forward writes h and the backward reads it
 };
 
 /// Sizes; of packed sequences (whole operations only) also the length of each.

@@ -54,7 +54,6 @@ Recomputed recompute(Pipeline& run) {
 
 void activations_backward(Pipeline& run, const Tensor& dg_decay, const Tensor& dbeta,
                           const GroupSums& groups) {
-  const Sizes& sizes = run.problem().sizes;
   const bool parameters = run.has(kDALog) || run.has(kDdtBias);
   const bool beta = run.problem().beta_sigmoid && run.has(kDbeta);
   if (!run.has(kDg) && !parameters && !beta && groups.count == 0) return;
@@ -63,7 +62,7 @@ void activations_backward(Pipeline& run, const Tensor& dg_decay, const Tensor& d
   params.gate = run.gate();
   params.dg_decay = dg_decay;
   params.dg = run[kDg];
-  if (parameters) params.partial = run.scratch({run.problem().chunk_rows(), sizes.HV, sizes.K + 1});
+  if (parameters) params.partial = run.gate_partials(run.problem().chunk_rows());
   params.logit = run[kBeta];
   params.dbeta = dbeta;
   if (beta) params.dlogit = run[kDbeta];
@@ -71,9 +70,7 @@ void activations_backward(Pipeline& run, const Tensor& dg_decay, const Tensor& d
   params.heads = run.heads();
   params.sequences = run.sequences();
   run(launch_activate_bwd, params);
-  if (!parameters) return;
-  run(launch_gate_reduce, GateReduceParams{params.partial, run[kDALog], run[kDdtBias],
-                                           run.problem().chunk_rows(), run.heads()});
+  if (parameters) run.reduce_gate(run.problem().chunk_rows());
 }
 
 void chunk_bwd(Pipeline& run) {

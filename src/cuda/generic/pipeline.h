@@ -5,28 +5,38 @@
 #include <initializer_list>
 #include <memory>
 
+#include "core/slices.h"
 #include "cuda/executor.h"
 #include "cuda/generic/stages.h"
 
 namespace kda::cuda {
+
+/// Bytes that one slice needs for itself, and what all slices of the same heads share.
+struct PipelineWorkspace {
+  std::size_t own;
+  std::size_t kept;
+
+  std::size_t total() const { return own + kept; }
+};
 
 /// What the host code of an operation works with. While measuring, addresses are null and nothing
 /// is launched: what takes part is decided by the problem, never by an address.
 class Pipeline {
  public:
   /// Measures.
-  explicit Pipeline(const Problem& problem);
-  Pipeline(const Problem& problem, const Args& args, cudaStream_t stream);
+  explicit Pipeline(const Slice& slice);
+  /// `args` are those of the whole problem. `kept` is memory that all slices of the same heads see.
+  Pipeline(const Slice& slice, const Args& args, void* kept, cudaStream_t stream);
 
-  const Problem& problem() const { return problem_; }
+  const Problem& problem() const { return slice_.problem; }
   const Sequences& sequences() const { return sequences_; }
-  Heads heads() const { return heads_of(problem_); }
-  double scale() const { return problem_.effective_scale(); }
-  double beta_factor() const { return problem_.allow_neg_eigval ? 2 : 1; }
-  bool has(TensorId id) const { return problem_.has(id); }
-  Tensor operator[](TensorId id) const { return tensor_of(problem_, args_, id); }
-  Tensor state(TensorId id) const { return state_of(problem_, args_, id); }
-  GateParams gate() const { return gate_of(problem_, args_); }
+  Heads heads() const { return heads_of(problem()); }
+  double scale() const { return problem().effective_scale(); }
+  double beta_factor() const { return problem().allow_neg_eigval ? 2 : 1; }
+  bool has(TensorId id) const { return problem().has(id); }
+  Tensor operator[](TensorId id) const { return tensor_of(problem(), args_, id); }
+  Tensor state(TensorId id) const { return state_of(problem(), args_, id); }
+  GateParams gate() const { return gate_of(problem(), args_); }
 
   /// Scratch tensors [B,T,heads,width], [B,T,heads], [chunk rows,HV,K,V].
   Tensor tokens(int64_t heads, int64_t width);
@@ -52,21 +62,32 @@ class Pipeline {
   };
   GroupSums group_sums(const std::array<GroupSum, 2>& sums) const;
 
+  /// Room for the gradients of the gate's parameters by row, [rows,HV,K+1] of the rows that these
+  /// sequences have.
+  Tensor gate_partials(int64_t rows);
+  /// Sums them over the rows of the whole batch, once all of its slices have written theirs.
+  void reduce_gate(int64_t rows);
+
   /// Copies scratch into an output of the operation when `finish` runs; unused rows become 0.
   void copy_out(TensorId id, const Tensor& source);
   /// Copies, and writes zeros to the rows of all other outputs that no sequence owns.
   void finish();
 
   const Status& status() const { return status_; }
-  Result<std::size_t> workspace_bytes() const { return scratch_.total(); }
+  Result<PipelineWorkspace> workspace() const;
 
  private:
-  const Problem& problem_;
+  /// Rows of the whole batch, if this part of it has `rows`.
+  int64_t all_rows(int64_t rows) const;
+
+  const Slice& slice_;
   Args args_;
   cudaStream_t stream_ = nullptr;
   bool fp64_;
   bool measuring_;
   Scratch scratch_;
+  Scratch kept_;
+  Tensor gate_partials_;
   Sequences sequences_;
   Status status_;
   std::array<Tensor, kTensorCount> copies_{};
@@ -74,12 +95,19 @@ class Pipeline {
 
 using PipelineFunction = void (*)(Pipeline& pipeline);
 
-/// What a pipeline function needs of workspace.
-Result<std::size_t> measure_workspace(const Problem& problem, PipelineFunction function);
+/// What a pipeline function needs of workspace for a slice, and for the largest of a cut.
+Result<PipelineWorkspace> measure_workspace(const Slice& slice, PipelineFunction function);
+Result<std::size_t> measure_workspace(const Problem& problem, PipelineFunction function,
+                                      const Cut& cut = {});
 
-/// An executor around a pipeline function, which runs once for each of `slices` slices of heads.
+/// `cut` if it keeps to the limit or there is none (0), else the fewest slices that do, or the
+/// finest cut.
+Cut cut_within(std::size_t limit, const Problem& problem, PipelineFunction function,
+               const Cut& cut = {});
+
+/// An executor around a pipeline function, which runs once for each slice.
 Result<std::unique_ptr<Executor>> make_pipeline(const Problem& problem, const Device& device,
-                                                PipelineFunction function, int64_t slices = 1);
+                                                PipelineFunction function, const Cut& cut = {});
 
 /// The generic leaf, one function an operation.
 void chunk_fwd(Pipeline& run);

@@ -5,7 +5,6 @@
 
 #include <fmt/format.h>
 
-#include "core/head_slices.h"
 #include "core/log.h"
 
 namespace kda::cuda::sm90 {
@@ -49,17 +48,6 @@ class AlignmentExecutor final : public Executor {
   std::unique_ptr<Executor> generic_;
 };
 
-/// Where no tensor has key heads, all value heads can be told apart.
-Problem with_heads_apart(Problem problem) {
-  const std::span<const TensorSpec> specs = tensors_of(problem.operation);
-  if (std::none_of(specs.begin(), specs.end(), [](const TensorSpec& spec) {
-        return spec.shape.find(",H,") != std::string_view::npos;
-      })) {
-    problem.sizes.H = problem.sizes.HV;
-  }
-  return problem;
-}
-
 }  // namespace
 
 std::optional<TensorId> first_unaligned(const Problem& problem, const Args& args,
@@ -71,22 +59,27 @@ std::optional<TensorId> first_unaligned(const Problem& problem, const Args& args
 }
 
 Result<Fallback> plan_fallback(const Problem& problem, PipelineFunction generic,
-                               std::size_t hopper_bytes) {
+                               std::size_t hopper_bytes, std::size_t workspace_limit) {
   constexpr std::size_t kAlwaysFine = std::size_t{32} << 20;
-  Fallback fallback{with_heads_apart(problem), 1, hopper_bytes};
-  const int64_t heads = fallback.problem.sizes.H;
+  Fallback fallback{{}, hopper_bytes};
+  const int64_t heads = finest_cut(problem).heads;
   const std::size_t limit = std::max(hopper_bytes, kAlwaysFine);
-  for (;; fallback.slices = std::min(2 * fallback.slices, heads)) {
-    const HeadSlice largest = head_slice(fallback.problem, fallback.slices - 1, fallback.slices);
-    const Result<std::size_t> bytes = measure_workspace(largest.problem, generic);
+  std::size_t& workspace = fallback.workspace_bytes;
+  for (int64_t& slices = fallback.cut.heads;; slices = std::min(2 * slices, heads)) {
+    const Result<std::size_t> bytes = measure_workspace(problem, generic, fallback.cut);
     if (!bytes.ok()) return bytes.status();
-    std::size_t& workspace = fallback.workspace_bytes;
     // Even where slices need less: a call of fewer tokens must not need more than a long one.
     workspace = std::max(workspace, std::min(*bytes, kAlwaysFine));
-    if (*bytes > limit && fallback.slices < heads) continue;
+    if (*bytes > limit && slices < heads) continue;
     workspace = std::max(workspace, *bytes);
-    return fallback;
+    break;
   }
+  if (workspace_limit == 0 || workspace <= workspace_limit) return fallback;
+  fallback.cut = cut_within(workspace_limit, problem, generic);
+  const Result<std::size_t> bytes = measure_workspace(problem, generic, fallback.cut);
+  if (!bytes.ok()) return bytes.status();
+  workspace = std::max(hopper_bytes, *bytes);
+  return fallback;
 }
 
 std::unique_ptr<Executor> by_alignment(const HopperRow& row, std::size_t workspace_bytes,
@@ -98,17 +91,19 @@ std::unique_ptr<Executor> by_alignment(const HopperRow& row, std::size_t workspa
 
 Result<std::unique_ptr<Executor>> make_row(const HopperRow& row, const Problem& problem,
                                            const Device& device, const Options& options,
-                                           int64_t slices) {
-  Result<std::unique_ptr<Executor>> hopper = make_pipeline(problem, device, row.hopper, slices);
+                                           const Cut& cut) {
+  const std::size_t limit = options.workspace_limit;
+  Result<std::unique_ptr<Executor>> hopper =
+      make_pipeline(problem, device, row.hopper, cut_within(limit, problem, row.hopper, cut));
   if (!hopper.ok()) return hopper.status();
   const std::size_t hopper_bytes = (*hopper)->workspace_bytes();
   if (!options.implementation.empty()) {
     return by_alignment(row, hopper_bytes, std::move(*hopper), nullptr);
   }
-  const Result<Fallback> fallback = plan_fallback(problem, row.generic, hopper_bytes);
+  const Result<Fallback> fallback = plan_fallback(problem, row.generic, hopper_bytes, limit);
   if (!fallback.ok()) return fallback.status();
   Result<std::unique_ptr<Executor>> generic =
-      make_pipeline(fallback->problem, device, row.generic, fallback->slices);
+      make_pipeline(problem, device, row.generic, fallback->cut);
   if (!generic.ok()) return generic.status();
   return by_alignment(row, fallback->workspace_bytes, std::move(*hopper), std::move(*generic));
 }

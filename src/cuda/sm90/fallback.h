@@ -29,27 +29,27 @@ struct HopperRow {
 std::optional<TensorId> first_unaligned(const Problem& problem, const Args& args,
                                         std::span<const TensorId> in_units);
 
-/// How the generic kernels stand in: in how many slices of heads, and the workspace of the plan.
+/// How the generic kernels stand in: in which slices, and the workspace of the plan.
 struct Fallback {
-  Problem problem;
-  int64_t slices;
+  Cut cut;
   std::size_t workspace_bytes;
 };
 
-/// The fewest slices, by doubling, that keep to the workspace of the Hopper kernels or to 32 MiB;
-/// if no slice is that small, slices of a key head. Larger sizes never need less workspace.
+/// The fewest slices of heads, by doubling, that keep to the workspace of the Hopper kernels or to
+/// 32 MiB; if no slice is that small, slices of a key head. Larger sizes never need less workspace.
+/// Where that passes a limit of the caller (0: none), what cut_within finds.
 Result<Fallback> plan_fallback(const Problem& problem, PipelineFunction generic,
-                               std::size_t hopper_bytes);
+                               std::size_t hopper_bytes, std::size_t workspace_limit = 0);
 
 /// Runs `hopper` on aligned addresses and `generic` on others; without it refuses them.
 std::unique_ptr<Executor> by_alignment(const HopperRow& row, std::size_t workspace_bytes,
                                        std::unique_ptr<Executor> hopper,
                                        std::unique_ptr<Executor> generic);
 
-/// The executor of a row for a problem without obstacle, whose own kernels run once for each of
-/// `slices` slices of heads.
+/// The executor of a row for a problem without obstacle, whose own kernels run once for each slice
+/// of `cut`, or of a finer one where the options have a limit of workspace.
 Result<std::unique_ptr<Executor>> make_row(const HopperRow& row, const Problem& problem,
                                            const Device& device, const Options& options,
-                                           int64_t slices = 1);
+                                           const Cut& cut = {});
 
 }  // namespace kda::cuda::sm90

@@ -84,7 +84,8 @@ class Run {
     for (int turn = 0; turn < turns; ++turn) {
       if (turn > 0 && on_host() && conditions_.repeat_threads > 0) {
         plan = make_plan(problem_, conditions_.device,
-                         {conditions_.options.implementation, conditions_.repeat_threads});
+                         {conditions_.options.implementation, conditions_.repeat_threads,
+                          conditions_.options.workspace_limit});
         if (!plan.ok()) return plan.status();
       }
       if (Status status = run(*plan, turn > 0); !status.ok()) return status;

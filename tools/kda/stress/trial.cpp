@@ -121,6 +121,10 @@ Result<Trial> prepare(const Draw& draw, bool on_device) {
   const bool needed = on_device || size_of(saved_dtype(draw.problem)) == 2;
   if (needed && is_whole(draw.problem.operation) && size_of(halves) == 2) {
     trial.emulated = cases::rounding_of(trial.inputs, halves);
+    for (auto& [id, tensor] : trial.emulated) {
+      const DType asked = draw.problem[id].dtype;
+      if (size_of(asked) == 2) tensor = cases::converted(tensor, asked);
+    }
   }
   return trial;
 }

@@ -11,7 +11,7 @@ struct Trial {
   cases::Case inputs;
   cases::TensorMap earlier;   ///< other values of the inputs, for the first launch of a graph
   cases::TensorMap expected;  ///< by the float64 reference, as fp64 tensors
-  cases::TensorMap emulated;  ///< what 16-bit rounding alone makes of the same inputs
+  cases::TensorMap emulated;  ///< what 16-bit rounding alone makes of the same inputs and outputs
 };
 
 /// `on_device`: also makes `earlier` and `emulated`, which the CPU's implementations do not need.

@@ -1,5 +1,6 @@
 // The backward on Hopper: prep -> re-scan (h, v_new) -> reverse scan (dh, R) -> grad, parallel over
-// chunks, then the generic launches that end the sums over chunks and groups of value heads.
+// chunks, then the generic launches that end the sums over chunks and groups of value heads. Where
+// the caller kept h, the re-scan is parallel over segments of sequences and leaves v_new alone.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -8,7 +9,7 @@
 
 #include <fmt/format.h>
 
-#include "core/head_slices.h"
+#include "core/slices.h"
 #include "cuda/sm90/chunk_bwd/chunk_bwd_op.h"
 #include "cuda/sm90/chunk_bwd/grad.h"
 #include "cuda/sm90/chunk_bwd/instances/scan_instances.h"
@@ -24,6 +25,11 @@ using enum TensorId;
 constexpr std::initializer_list<TensorId> kInUnits = {kQ, kK, kV, kG, kDo, kDq, kDk, kDv, kDg};
 
 constexpr int kMostExponent = 32;  ///< do times 2^e has to stay within the range of bf16
+
+/// Of a segment that the re-scan walks from a kept checkpoint. A block of its own for 16 chunks: it
+/// fills its stages and reads its start once. Counted from the first token of the sequence, so that
+/// bits depend on nothing else.
+constexpr int32_t kKeptSegment = 512;
 
 DType io_of(const Problem& problem) { return problem[kQ].dtype; }
 
@@ -66,16 +72,19 @@ bool fits_dq(Pipeline& run) {
          *tile_obstacle(run[kDq], s) == '\0';
 }
 
+/// The caller's h serves as the backward's: rows of 64 tokens in q's type. Any other h is not read.
+bool keeps_h(const Problem& problem) {
+  return problem[kH].dtype == io_of(problem) && problem.chunk_size == kGradTokens;
+}
+
 BackwardScans scans_of(const Problem& problem) {
   const bool fp16 = io_of(problem) == DType::kF16;
   if (problem.sizes.K == 64) return fp16 ? backward_scans_fp16_k64() : backward_scans_bf16_k64();
   return fp16 ? backward_scans_fp16_k128() : backward_scans_bf16_k128();
 }
 
-/// v_new, h and R, dh of both walks, into `grad`, which knows its sequences.
-void walk(Pipeline& run, const PrepParams& prep, GradParams& grad) {
-  const Sizes& s = run.problem().sizes;
-  const Scale scale = split(run.scale());
+/// What both walks have in common.
+ScanParams scan_params(const PrepParams& prep, const GradParams& grad) {
   ScanParams scan;
   scan.records = prep.records;
   scan.sequences = prep.sequences;
@@ -84,14 +93,33 @@ void walk(Pipeline& run, const PrepParams& prep, GradParams& grad) {
   scan.heads = prep.heads;
   scan.chunk_size = kGradTokens;
   scan.side_by_side = 2;
-  const int64_t rows = grad.sequences.chunk_rows;
+  return scan;
+}
+
+/// v_new and h, the latter only if the caller did not keep it.
+ScanParams rescan_params(Pipeline& run, const PrepParams& prep, GradParams& grad) {
+  const Sizes& s = run.problem().sizes;
+  ScanParams scan = scan_params(prep, grad);
   scan.v = run[kV];
   scan.o = grad.v_new = fits_dq(run) ? run[kDq] : scratch_io(run, {s.B, s.T, s.HV, s.V});
-  scan.h = grad.h = scratch_io(run, {rows, s.HV, s.K, s.V});
   scan.initial_state = run.state(kInitialState);
-  const BackwardScans kernels = scans_of(run.problem());
-  run(launch_scan, ScanLaunch{"sm90_chunk_bwd_rescan", scan, kernels.rescan});
+  if (keeps_h(run.problem())) {
+    scan.starts = grad.h = run[kH];
+    scan.segment = kKeptSegment;
+    scan.segment_rows =
+        segment_rows(run.problem().packed(), prep.sequences.count, s.T, kKeptSegment);
+  } else {
+    scan.h = grad.h = scratch_io(run, {scan.h_row_count, s.HV, s.K, s.V});
+  }
+  return scan;
+}
 
+/// R and dh.
+ScanParams reverse_params(Pipeline& run, const PrepParams& prep, GradParams& grad) {
+  const Sizes& s = run.problem().sizes;
+  const Scale scale = split(run.scale());
+  ScanParams scan = scan_params(prep, grad);
+  const int64_t rows = scan.h_row_count;
   scan.v = run[kDo];
   // dv = m beta R: grad replaces each element by the one that it reads.
   scan.o = grad.R = run.has(kDv) ? run[kDv] : scratch_io(run, {s.B, s.T, s.HV, s.V});
@@ -104,8 +132,21 @@ void walk(Pipeline& run, const PrepParams& prep, GradParams& grad) {
     scan.units = static_cast<float*>(run.scratch({2 * rows, s.HV, s.V / kGroupColumns}).data);
     grad.units = scan.units;
   }
-  run(launch_scan, ScanLaunch{"sm90_chunk_bwd_reverse_scan", scan, kernels.reverse, true});
   grad.mantissa = scale.mantissa;
+  return scan;
+}
+
+/// Both walks, into `grad`, which knows its sequences. The second one runs on the multiprocessors
+/// that the first leaves: last of all the many short blocks of a kept h.
+void walk(Pipeline& run, const PrepParams& prep, GradParams& grad) {
+  const bool kept = keeps_h(run.problem());
+  const BackwardScans kernels = scans_of(run.problem());
+  const ScanLaunch rescan{"sm90_chunk_bwd_rescan", rescan_params(run, prep, grad), kernels.rescan,
+                          kept};
+  const ScanLaunch reverse{"sm90_chunk_bwd_reverse_scan", reverse_params(run, prep, grad),
+                           kernels.reverse, !kept};
+  run(launch_scan, kept ? reverse : rescan);
+  run(launch_scan, kept ? rescan : reverse);
 }
 
 /// dq and dk of the inputs from those of the value heads.
@@ -155,9 +196,7 @@ void chunk_bwd(Pipeline& run) {
   grad.dv = run[kDv];
   grad.dg = run[kDg];
   const bool parameters = problem.has(kDALog) || problem.has(kDdtBias);
-  Tensor partial;
-  if (parameters) partial = run.scratch({2 * rows, s.HV, s.K + 1});
-  grad.partial = static_cast<float*>(partial.data);
+  if (parameters) grad.partial = static_cast<float*>(run.gate_partials(2 * rows).data);
   grad.dbeta = run[kDbeta];
   grad.heads = prep.heads;
   grad.scale = static_cast<float>(run.scale());
@@ -166,10 +205,7 @@ void chunk_bwd(Pipeline& run) {
   grad.undo_l2norm = prep.qk_l2norm && direct;
   grad.beta_sigmoid = prep.beta_sigmoid;
   run(launch_grad, grad);
-  if (parameters) {
-    run(launch_gate_reduce,
-        GateReduceParams{partial, run[kDALog], run[kDdtBias], 2 * rows, prep.heads});
-  }
+  if (parameters) run.reduce_gate(2 * rows);
   if (!direct) sum_groups(run, grad);
   run.finish();
 }
@@ -193,8 +229,8 @@ std::string obstacle_of(const Problem& problem) {
 /// Slices of heads, so that the workspace stays beside what the step leaves: S1 of the performance
 /// suite has 1.0 GB of outputs and may take 2.5 GB over its inputs. Where the blocks of both scans
 /// find a multiprocessor each, slices leave some of them idle for the length of a sequence, and the
-/// workspace may be larger: S5 has 5.4 GB of outputs and may take 14.
-Result<int64_t> slices_of(const Problem& problem, const Device& device) {
+/// workspace may be larger: S5 has 5.4 GB of outputs and may take 14. A kept h counts as workspace.
+Result<Cut> choose_cut(const Problem& problem, const Device& device) {
   constexpr int64_t kAlwaysFine = 256'000'000;
   const Result<std::size_t> workspace = measure_workspace(problem, chunk_bwd);
   if (!workspace.ok()) return workspace.status();
@@ -205,10 +241,13 @@ Result<int64_t> slices_of(const Problem& problem, const Device& device) {
   const int32_t sms = sm_count(device);
   const Sizes& s = problem.sizes;
   const int64_t narrow_blocks = 2 * problem.sequences() * s.HV * (s.V / kGroupColumns);
-  const int64_t limit = narrow_blocks <= sms ? outputs + outputs * 3 / 5 : outputs + outputs / 3;
+  int64_t limit = narrow_blocks <= sms ? outputs + outputs * 3 / 5 : outputs + outputs / 3;
+  if (keeps_h(problem)) limit -= problem.bytes(kH);
   const int64_t columns = s.V % (kMostGroups * kGroupColumns) == 0 ? 2 : 1;
-  return count_slices({s.H, static_cast<int64_t>(*workspace), std::max(kAlwaysFine, limit),
-                       narrow_blocks / s.H / columns, std::max(sms, 1)});
+  const int64_t slices =
+      count_slices({s.H, static_cast<int64_t>(*workspace), std::max(kAlwaysFine, limit),
+                    narrow_blocks / s.H / columns, std::max(sms, 1)});
+  return Cut{slices, 1};
 }
 
 }  // namespace
@@ -216,10 +255,11 @@ Result<int64_t> slices_of(const Problem& problem, const Device& device) {
 Result<std::unique_ptr<Executor>> make_chunk_bwd(const Problem& problem, const Device& device,
                                                  const Options& options) {
   if (Status status = check_hopper(device, obstacle_of(problem)); !status.ok()) return status;
-  const Result<int64_t> slices = slices_of(problem, device);
-  if (!slices.ok()) return slices.status();
-  const HopperRow row{"sm90_chunk_bwd", chunk_bwd, cuda::chunk_bwd, kInUnits};
-  return make_row(row, problem, device, options, *slices);
+  const Result<Cut> cut = choose_cut(problem, device);
+  if (!cut.ok()) return cut.status();
+  HopperRow row{"sm90_chunk_bwd", chunk_bwd, cuda::chunk_bwd, kInUnits};
+  if (keeps_h(problem)) row.in_units.push_back(kH);
+  return make_row(row, problem, device, options, *cut);
 }
 
 }  // namespace kda::cuda::sm90

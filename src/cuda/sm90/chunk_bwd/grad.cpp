@@ -13,6 +13,13 @@ namespace kda::cuda::sm90 {
 
 namespace {
 
+/// Tiles of K x 64 columns; a slice of heads of h that the caller kept has gaps between its rows.
+TensorMapShape state_map(const Tensor& t, const Heads& heads, int64_t rows) {
+  return {{heads.V, heads.K, heads.HV, rows},
+          {t.stride[3], t.stride[2], t.stride[1], t.stride[0]},
+          {kGradColumns, static_cast<int32_t>(heads.K), 1, 1}};
+}
+
 GradKernel kernel_of(const GradParams& p) {
   const bool fp16 = p.q.dtype == static_cast<int32_t>(DType::kF16);
   const int32_t gate = p.gate.kind;
@@ -30,11 +37,11 @@ Status launch_grad(const GradParams& params, bool, cudaStream_t stream) {
   const GradParams& p = params;
   GradLaunchParams launched{
       p, {p.q, p.k, p.gate.g, p.v, p.grad_o, p.R, p.v_new, p.dq, p.dk, p.dv, p.dg}, {}, {}};
-  const int32_t width = kGradColumns;
-  const TensorMapShape shape{
-      {heads.V, heads.K, items, 1}, {1, heads.V, heads.V * heads.K, 0}, {width, heads.K, 1, 1}};
-  Status status = make_tensor_map(launched.h_map, "h", params.h, shape);
-  if (status.ok()) status = make_tensor_map(launched.dh_map, "dh", params.dh, shape);
+  const int64_t rows = params.sequences.chunk_rows;
+  Status status = make_tensor_map(launched.h_map, "h", params.h, state_map(params.h, heads, rows));
+  if (status.ok()) {
+    status = make_tensor_map(launched.dh_map, "dh", params.dh, state_map(params.dh, heads, rows));
+  }
   if (!status.ok()) return status;
   const int64_t blocks = std::min<int64_t>(
       params.most_blocks > 0 ? params.most_blocks : sm_count() * grad.blocks_per_sm,

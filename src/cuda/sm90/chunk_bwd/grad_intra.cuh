@@ -1,6 +1,7 @@
 // The intra part of grad: gradients of the scores times gated q and k, 16 x 16 blocks with the
 // references of scores.cuh. Rows take 2^(G_i - first of their block), whatever the column; columns
 // take 2^(first - G_j) in the diagonal blocks and 2^(G_16 - G_j) where block 1 reads block 0.
+// Every operand is a sum of two bf16 numbers; the product of both rests is left out.
 //
 // Channels whose factor in a diagonal block is beyond 2^kFarRow leave that block's product and are
 // added pair by pair.
@@ -74,79 +75,99 @@ __device__ __forceinline__ Quad exp2_quad(Quad x) {
   return {exp2_pair(x.left), exp2_pair(x.right)};
 }
 
-/// Operands of the intra products. A thread has four columns and four tokens: accesses of 8 and 16
-/// bytes, a quarter-warp a row.
+/// A thread's four columns of its warpgroup's 64 channels and four tokens.
 template <class Io, int K>
 struct KeyWriter {
   static constexpr int kTokens = 4;
 
   GradShared<Io, K>& shared;
-  int column;
+  int group;
+  int column;  ///< of the 64
   int first_row;
   int block;
 
   __device__ explicit KeyWriter(GradShared<Io, K>& memory) : shared(memory) {
     const int tid = thread_index();
-    column = tid % (K / 4) * 4;
-    first_row = tid / (K / 4) * kTokens;
+    group = tid / 128;
+    column = tid % 16 * 4;
+    first_row = tid % 128 / 16 * kTokens;
     block = first_row / kBlock;
   }
 
+  __device__ __forceinline__ KeyTiles& tiles() const { return shared.intra.keys[group]; }
   __device__ __forceinline__ Quad G(int row) const {
-    const float4 x = *reinterpret_cast<const float4*>(&shared.G[row][column]);
+    const float4 x = *reinterpret_cast<const float4*>(&shared.G[row][64 * group + column]);
     return {{x.x, x.y}, {x.z, x.w}};
   }
   __device__ __forceinline__ Quad quad_of(const Io* row) const {
-    const uint2 x = *reinterpret_cast<const uint2*>(row + column);
+    const uint2 x = *reinterpret_cast<const uint2*>(row + 64 * group + column);
     return {unpack<Io>(x.x), unpack<Io>(x.y)};
   }
-  /// Row t of this thread, from row `from` of a panel on.
-  __device__ __forceinline__ void put(unsigned char* panel, int from, int t, Quad x) const {
+  /// Both terms of row t of this thread, from row `from` of a tile on.
+  template <int BYTES>
+  __device__ __forceinline__ void put(unsigned char (&tile)[2][BYTES], int from, int t,
+                                      Quad x) const {
     // The first of this thread's rows is the first or fifth of its eight: the others' units are
     // permuted further.
-    const uint32_t place = unit_offset(first_row, column % 64 / 8) + column % 8 * 2;
-    unsigned char* const to = panel + (from + t) * kPanelRowBytes + (place ^ (t << 4));
-    const auto store = [](unsigned char* at, Quad y) {
-      *reinterpret_cast<uint2*>(at) =
-          uint2{pack<Bf16>(y.left.x, y.left.y), pack<Bf16>(y.right.x, y.right.y)};
-    };
-    store(to, x);
-    if constexpr (GradTraits<Io, K>::kTwoTerms) {
-      store(to + low_distance(shared), {rest_of(x.left), rest_of(x.right)});
-    }
+    const uint32_t place = unit_offset(first_row, column / 8) + column % 8 * 2;
+    unsigned char* const to = tile[0] + (from + t) * kPanelRowBytes + (place ^ (t << 4));
+    *reinterpret_cast<uint2*>(to) =
+        uint2{pack<Bf16>(x.left.x, x.left.y), pack<Bf16>(x.right.x, x.right.y)};
+    const Quad rest{rest_of(x.left), rest_of(x.right)};
+    *reinterpret_cast<uint2*>(to + BYTES) =
+        uint2{pack<Bf16>(rest.left.x, rest.left.y), pack<Bf16>(rest.right.x, rest.right.y)};
   }
 
-  /// Whether a block is far.
-  __device__ __forceinline__ bool put_all() const {
+  /// Zeros where the block is far.
+  __device__ __forceinline__ void put_columns() const {
     constexpr float kNothing = -1e30f;  // 2^ it is 0
-    unsigned char* const columns = shared.intra.columns[column / 64];
-    unsigned char* const rows = shared.intra.rows[column / 64];
-    const Quad first = G(block * kBlock);
     const Quad next = G(kBlock);
+    Quad first = G(block * kBlock);
     const Quad range = first - G(block * kBlock + kBlock - 1);
-    Quad near = first;  // where the block is far, nothing
-    bool far = false;
-    const auto leave = [&](float distance, float& x) {
-      if (distance <= kFarRow) return;
-      x = kNothing;
-      far = true;
-    };
-    leave(range.left.x, near.left.x);
-    leave(range.left.y, near.left.y);
-    leave(range.right.x, near.right.x);
-    leave(range.right.y, near.right.y);
+    if (range.left.x > kFarRow) first.left.x = kNothing;
+    if (range.left.y > kFarRow) first.left.y = kNothing;
+    if (range.right.x > kFarRow) first.right.x = kNothing;
+    if (range.right.y > kFarRow) first.right.y = kNothing;
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
       const int row = first_row + t;
-      const Quad G_row = G(row);
-      const Quad up = exp2_quad(G_row - first);
       const Quad k = quad_of(shared.k[row]) * shared.norm[1][row];
-      put(rows, 0, t, quad_of(shared.q[row]) * (up * shared.norm[0][row]));
-      put(rows, kChunk, t, k * (up * shared.beta[row]));
-      put(columns, block * kBlock, t, k * exp2_quad(near - G_row));
-      if (block == 0) put(columns, kBlock, t, k * exp2_quad(next - G_row));
+      put(tiles().columns, block * kBlock, t, k * exp2_quad(first - G(row)));
+      if (block == 0) put(tiles().columns, kBlock, t, k * exp2_quad(next - G(row)));
     }
-    return far;
+  }
+
+  /// The rows' operands of the thread's tokens: [q, beta k][larger, rest][token].
+  __device__ __forceinline__ void make_rows(uint2 (&x)[2][2][kTokens]) const {
+    const Quad first = G(block * kBlock);
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+      const int row = first_row + t;
+      const Quad up = exp2_quad(G(row) - first);
+      const Quad q = quad_of(shared.q[row]) * (up * shared.norm[0][row]);
+      const Quad k = quad_of(shared.k[row]) * (up * (shared.norm[1][row] * shared.beta[row]));
+      x[0][0][t] = packed(q);
+      x[0][1][t] = packed({rest_of(q.left), rest_of(q.right)});
+      x[1][0][t] = packed(k);
+      x[1][1][t] = packed({rest_of(k.left), rest_of(k.right)});
+    }
+  }
+  __device__ __forceinline__ void put_rows(const uint2 (&x)[2][2][kTokens]) const {
+    const uint32_t place = unit_offset(first_row, column / 8) + column % 8 * 2;
+#pragma unroll
+    for (int which = 0; which < 2; ++which) {
+#pragma unroll
+      for (int term = 0; term < 2; ++term) {
+#pragma unroll
+        for (int t = 0; t < kTokens; ++t) {
+          *reinterpret_cast<uint2*>(tiles().rows[term] + (which * kChunk + t) * kPanelRowBytes +
+                                    (place ^ (t << 4))) = x[which][term][t];
+        }
+      }
+    }
+  }
+  static __device__ __forceinline__ uint2 packed(Quad x) {
+    return {pack<Bf16>(x.left.x, x.left.y), pack<Bf16>(x.right.x, x.right.y)};
   }
 };
 

@@ -40,7 +40,7 @@ enum class Walk {
   kForward,  ///< v -> o, h, final_state
   kSummary,  ///< of a segment: v -> the state that it leaves, and the matrix by which it changes
              ///< one
-  kRescan,   ///< v -> v_new, h; records with split beta
+  kRescan,   ///< v -> v_new, h, or v_new alone from a kept h; records with split beta
   kReverse   ///< from the last chunk: do -> R / m, dh / m, dinitial_state; records with split beta
 };
 
@@ -52,12 +52,13 @@ struct ScanParams {
   Tensor v, o, h;                     ///< in the order of Walk's comments; h is optional
   Tensor initial_state, final_state;  ///< strides in the order (sequence, head, k, v); optional
   Sequences sequences;                ///< with C = 32
-  Tensor starts;       ///< [segment_rows, HV, V, K] fp32, where sequences are cut into segments
+  Tensor starts;       ///< [segment_rows, HV, V, K] fp32, where sequences are cut into segments;
+                       ///< kRescan: the kept h
   Tensor transitions;  ///< kSummary: [segment_rows, HV, K, K] fp32
   int64_t segment_rows = 0;
   int32_t segment = 0;              ///< tokens, a multiple of 64; 0: sequences are not cut
   const int64_t* h_rows = nullptr;  ///< packed: first row of h of each sequence
-  int64_t h_row_count = 0;          ///< rows of h
+  int64_t h_row_count = 0;          ///< rows of h, written or kept
   Heads heads;
   int32_t chunk_size = 64;   ///< the caller's: a row of h each
   int32_t side_by_side = 1;  ///< scans that run at the same time

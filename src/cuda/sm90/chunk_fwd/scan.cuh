@@ -32,6 +32,9 @@
 // 1 + g: within consumer warpgroup g (staging).
 //
 // Beside prep (ScanParams.ready) the loading warp also waits for the flags of the records.
+//
+// Where the caller kept the checkpoints of the forward, the re-scan walks segments too, each from
+// the checkpoint at its first token, and leaves v_new alone.
 #pragma once
 
 #include <cuda/ptx>
@@ -134,6 +137,12 @@ struct ForwardConsumer {
     }
   }
 
+  /// Of `starts`, which kRescan finds in h; wrong cu_seqlens must not lead out of it.
+  __device__ __forceinline__ int64_t start_row() const {
+    if constexpr (kWalk != Walk::kRescan) return work.segment.row;
+    return min(int64_t{work.first_h}, p.h_row_count - 1);
+  }
+
   /// kForward takes initial_state only where no other block of its launch can have written
   /// final_state, which may be the same memory: where a sequence is cut, it takes the copy that the
   /// summary has made.
@@ -147,7 +156,7 @@ struct ForwardConsumer {
     }
     const bool given = is_first && (kWalk != Walk::kForward || work.segment.is_last);
     with_state(given ? p.initial_state : p.starts, [&](auto* from) {
-      each_element(given ? p.initial_state : p.starts, given ? work.sequence : work.segment.row,
+      each_element(given ? p.initial_state : p.starts, given ? work.sequence : start_row(),
                    column(),
                    [&](int i, int64_t offset) { state[i] = to_real<float>(from[offset]); });
     });
@@ -439,13 +448,12 @@ template <class Consumer>
 __global__ void __maxnreg__(kScanRegisters) sm90_chunk_scan(const __grid_constant__ ScanParams p) {
   extern __shared__ __align__(1024) unsigned char dynamic[];
   __shared__ ForwardBarriers barriers;
-  // The reverse scan needs the records alone, which are complete: it starts as soon as the blocks
-  // of the re-scan are all running, and ends after them. What follows the summary waits for it.
-  if constexpr (Consumer::kWalk == Walk::kRescan || Consumer::kWalk == Walk::kSummary) {
-    cudaTriggerProgrammaticLaunchCompletion();
-  }
+  // Both scans of the backward need the records alone, which are complete: the second one starts as
+  // soon as the blocks of the first are all running, and ends after them. What follows the summary
+  // waits for it.
+  if constexpr (Consumer::kWalk != Walk::kForward) cudaTriggerProgrammaticLaunchCompletion();
   const ForwardWork work = forward_work(p);
-  if (p.segment > 0) cudaGridDependencySynchronize();
+  if (Consumer::kWalk != Walk::kRescan && p.segment > 0) cudaGridDependencySynchronize();
   if (nothing_to_do<Consumer::kWalk>(p, work)) return;
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   const ForwardMemory<Consumer::K> memory{dynamic, p.shape.groups, p.shape.stages};
@@ -462,8 +470,12 @@ __global__ void __maxnreg__(kScanRegisters) sm90_chunk_scan(const __grid_constan
   } else {
     load_chunks<typename Consumer::Io, Consumer::K, Consumer::kWalk>(p, work, memory, barriers);
   }
-  // What ran beside this kernel has to be over when this kernel is.
-  if constexpr (Consumer::kWalk != Walk::kRescan) cudaGridDependencySynchronize();
+  // What ran beside this kernel has to be over when this kernel is. Blocks of segments are many and
+  // short, and each that waited would keep an SM from the next: block 0, which always has a
+  // segment, waits for all.
+  if (Consumer::kWalk != Walk::kRescan || (p.segment > 0 && blockIdx.x == 0)) {
+    cudaGridDependencySynchronize();
+  }
 }
 
 }  // namespace kda::cuda::sm90
