@@ -106,13 +106,11 @@ TEST(Emulation, ErrorsOfTheForms) {
   }
 }
 
-/// The rounding points of the Hopper kernels. Beside fp16 the operands of L and P are tf32, and
-/// keys and queries of the backward's intra part sums of two bf16 numbers; beside bf16 both are
-/// bf16.
+/// The rounding points of the Hopper kernels: the operands of L and P are bf16, or tf32 beside
+/// fp16; those of the backward's intra part are sums of two bf16 numbers.
 Emulation hopper(DType io, int64_t segment = 0) {
   Emulation emulation{Form::kR, 32, io, io};
   emulation.tf32_scores = io == DType::kF16;
-  if (io == DType::kBF16) emulation.intra = io;
   emulation.segment = segment;
   return emulation;
 }
@@ -215,11 +213,11 @@ std::map<TensorId, double> backward_errors(Family family, Emulation emulation) {
 TEST(Emulation, ErrorsOfTheBackward) {
   const Emulation variants[] = {
       {Form::kWu, 64},
-      {Form::kR, 32, DType::kBF16, DType::kBF16, false, DType::kBF16, DType::kBF16, false},
-      {Form::kR, 32, DType::kBF16, DType::kBF16, false, DType::kBF16, DType::kBF16},
+      {Form::kR, 32, DType::kBF16, DType::kBF16, false, DType::kBF16, false},
+      {Form::kR, 32, DType::kBF16, DType::kBF16, false, DType::kBF16},
       hopper(DType::kBF16)};
-  const char* const names[] = {"w/u, 64 tokens", "compact, dP and dL bf16, W not matched",
-                               "compact, dP and dL bf16", "compact"};
+  const char* const names[] = {"w/u, 64 tokens", "compact, one term, W not matched",
+                               "compact, one term", "compact, two terms"};
   for (const Family family : {Family::kUnit, Family::kMix, Family::kBound, Family::kDeep,
                               Family::kCorr, Family::kSame, Family::kPredicted}) {
     for (int i = 0; i < 4; ++i) {
@@ -276,7 +274,7 @@ TEST(Emulation, OperandsOfTheBackwardInFp16) {
   };
   const auto of_intra = [](DType intra) {
     Emulation emulation = hopper(DType::kF16);
-    emulation.intra = emulation.score_gradients = intra;
+    emulation.intra = intra;
     return emulation;
   };
   const Variant variants[] = {{"w/u, 64 tokens", {Form::kWu, 64, DType::kF16}},
@@ -353,7 +351,7 @@ TEST(Emulation, ShortSequencesOfCorrelatedKeys) {
     const TensorMap theirs = emulated_rounding(c, DType::kBF16);
     const double limit = limit_beside(theirs, c, kDdtBias, expected, DType::kBF16);
     Emulation one_term = hopper(DType::kBF16);
-    one_term.score_gradients = DType::kBF16;
+    one_term.intra = DType::kBF16;
     const auto error_of = [&](const Emulation& emulation) {
       return compare(c, kDdtBias, emulate_backward(c, emulation).at(kDdtBias), expected).ratio;
     };
