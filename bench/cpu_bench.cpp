@@ -3,8 +3,8 @@
 //   kda_cpu_bench --benchmark_out=bench/results/cpu_NAME.json --benchmark_out_format=json
 //
 // cpu_time is that of all threads together and holds on a busy machine too. FLOP are those of
-// docs/semantics.md section 8 (K = V = 128: 180 k a token and head forward, 410 k
-// backward), so that rates of all rows compare.
+// the cost model of docs/cpu.md (K = V = 128: 180 k a token and head forward, 410 k backward), so
+// that rates of all rows compare.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -120,7 +120,7 @@ class Bench {
   std::vector<Memory> memory_;
 };
 
-/// FLOP a token and value head, section 8.1.
+/// FLOP a token and value head: the cost model of docs/cpu.md.
 double flops(const Problem& problem) {
   const auto K = static_cast<double>(problem.sizes.K);
   const auto V = static_cast<double>(problem.sizes.V);

@@ -1,5 +1,7 @@
 """A tiny random KimiLinearForCausalLM of transformers on native_kda: a training step and generate.
 
+Its KDA layers have the head dimension of the released model, 128.
+
 usage: python examples/hf_kimi_linear.py [--device cuda] [--against fla|torch] [--json FILE]
 
 The model is unmodified. The same step is done with native_kda and without: by
@@ -33,7 +35,7 @@ def make_model(device, dtype):
         vocab_size=256, hidden_size=128, intermediate_size=256, moe_intermediate_size=64,
         num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2, num_local_experts=4,
         num_experts_per_tok=2, kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=32,
-        v_head_dim=32, linear_head_dim=64, linear_num_heads=2, pad_token_id=0, bos_token_id=1,
+        v_head_dim=32, linear_head_dim=128, linear_num_heads=2, pad_token_id=0, bos_token_id=1,
         eos_token_id=None,
         layer_types=["linear_attention"] * KDA_LAYERS + ["full_attention"])
     return KimiLinearForCausalLM(config).to(device, dtype)

@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Checks that every relative link in the Markdown files leads to a file and a heading."""
+"""Checks that every relative link in the Markdown files leads to a file and a heading, and that a
+section that a page or a source file names by its number is one of docs/semantics.md, the one page
+with numbers."""
 
 import pathlib
 import re
@@ -7,6 +9,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+SECTION = re.compile(r"\b[Ss]ections? (\d+(?:\.\d+)*)(?: and (\d+(?:\.\d+)*))?")
 CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 
 
@@ -18,13 +21,20 @@ def anchors(path: pathlib.Path) -> set:
     return set(slugs)
 
 
-def documents() -> list:
-    return [p for p in ROOT.rglob("*.md") if not p.relative_to(ROOT).parts[0].startswith("build")]
+def numbers(path: pathlib.Path) -> set:
+    """The numbers of a page's sections: "7" of "## 7. Tolerances", "7.1"."""
+    return set(re.findall(r"^#+ (\d+(?:\.\d+)*)\.? ", path.read_text(), re.MULTILINE))
 
 
-def main() -> None:
+def files(*suffixes: str) -> list:
+    """Those of the repository, without what was built in it."""
+    names = ((p, p.relative_to(ROOT).parts[0]) for p in ROOT.rglob("*") if p.suffix in suffixes)
+    return sorted(p for p, top in names if not top.startswith(("build", ".")))
+
+
+def wrong_links() -> list:
     wrong = []
-    for document in documents():
+    for document in files(".md"):
         for target in LINK.findall(CODE.sub("", document.read_text())):
             if re.match(r"[a-z]+:", target):
                 continue
@@ -34,7 +44,25 @@ def main() -> None:
                 wrong.append(f"{document.relative_to(ROOT)}: {target}: no such file")
             elif anchor and path.suffix == ".md" and anchor not in anchors(path):
                 wrong.append(f"{document.relative_to(ROOT)}: {target}: no such heading")
-    print("\n".join(wrong) or "links: all lead somewhere")
+    return wrong
+
+
+def wrong_sections() -> list:
+    known = numbers(ROOT / "docs" / "semantics.md")
+    wrong = []
+    for path in files(".md", ".h", ".cpp", ".cc", ".cu", ".cuh", ".py"):
+        for found in SECTION.finditer(path.read_text()):
+            wrong += [
+                f"{path.relative_to(ROOT)}: {found[0]}: no section {number} in docs/semantics.md"
+                for number in filter(None, found.groups())
+                if number not in known
+            ]
+    return wrong
+
+
+def main() -> None:
+    wrong = wrong_links() + wrong_sections()
+    print("\n".join(wrong) or "links and sections: all lead somewhere")
     sys.exit(bool(wrong))
 
 

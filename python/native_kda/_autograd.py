@@ -83,7 +83,10 @@ def needs_operators(tensors: tuple) -> bool:
         return True
     if _torch.reader is not None:
         return _torch.reader.key(tensors) is None
-    return any(type(t) not in _torch.PLAIN or t.is_neg() for t in tensors if t is not None)
+    given = _present(tensors)
+    if any(type(t) not in _torch.PLAIN or t.is_neg() for t in given):
+        return True
+    return any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in given)
 
 
 def _key(tensors: tuple, options: tuple) -> tuple | None:
@@ -113,8 +116,9 @@ def _forward(prepared: Prepared, tensors: tuple) -> tuple[torch.Tensor, torch.Te
 
 def _chunk_backward(ctx: Any, do: Any, dfinal_state: Any) -> tuple:
     saved = ctx.saved_tensors
-    if do is None:
-        do = saved[0].new_zeros(()).expand(saved[2].shape)
+    do = torch.zeros_like(saved[2]) if do is None else _torch.dense(do)
+    if dfinal_state is not None:
+        dfinal_state = _torch.dense(dfinal_state)
     inputs, cu_seqlens, h = saved[:8], saved[8], saved[9]
     tensors, needs = (*saved[:9], do, dfinal_state, h), ctx.needs_input_grad[:8]
     key = _key(tensors, (*ctx.options, *needs))
@@ -167,6 +171,8 @@ def _wants_gradients(tensors: tuple) -> bool:
 
 
 def _run_chunk(prepared: Prepared, tensors: tuple) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if prepared.copies:
+        tensors = _torch.laid_out(tensors, prepared.copies)
     if _wants_gradients(tensors):
         return _apply(*tensors, prepared)
     return _forward(prepared, _present(tensors))
@@ -211,11 +217,13 @@ def chunk_kda(
     if needs_operators(tensors):
         return _library.chunk_kda(inputs, cu_seqlens, options, with_state)
     keeps_h = bool(call["disable_recompute"]) and _wants_gradients(tensors)
-    prepared = _kda.prepare_forward(_torch, inputs, cu_seqlens, options, with_state, keeps_h)
+    copies = _torch.scattered(tensors)
+    ready = _torch.laid_out(tensors, copies)
+    prepared = _kda.prepare_forward(_torch, ready[:8], cu_seqlens, options, with_state, keeps_h)
     # Only where nothing was cast, reshaped or dropped.
     if all(a is b for a, b in zip(tensors, CHUNK_TENSORS(call))):
-        _keep(_calls, key, prepared)
-    return _run_chunk(prepared, tensors)
+        _keep(_calls, key, prepared._replace(copies=copies))
+    return _run_chunk(prepared, ready)
 
 
 def _run_decode(prepared: Prepared, tensors: tuple, in_place: bool) -> tuple[Any, Any]:

@@ -151,11 +151,9 @@ def chunk_kda_backward(
 
 def _backward(ctx: Any, do: torch.Tensor | None, dfinal_state: torch.Tensor | None) -> tuple:
     saved = ctx.saved_tensors
-    v = saved[2]
-    if do is None:
-        do = v.new_zeros(()).expand(v.shape)
-    if not ctx.output_final_state:
-        dfinal_state = None
+    do = torch.zeros_like(saved[2]) if do is None else _torch.dense(do)
+    if dfinal_state is not None:
+        dfinal_state = _torch.dense(dfinal_state) if ctx.output_final_state else None
     needs = ctx.needs_input_grad[:8]
     gradients = chunk_kda_backward(do, dfinal_state, saved, ctx.options, needs)
     return (*gradients, *(None,) * 10)
@@ -179,6 +177,7 @@ def chunk_kda(
     inputs: tuple, cu_seqlens: Any, options: Options, output_final_state: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The forward as an operator, with gradients."""
+    inputs = _torch.laid_out(inputs, _torch.scattered(inputs))
     o, final_state = torch.ops.native_kda.chunk_kda(
         *inputs, cu_seqlens, *options, output_final_state
     )

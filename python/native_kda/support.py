@@ -50,13 +50,15 @@ def plan(call: dict[str, Any], backward: bool = False) -> Any:
         frame = _arrays
         inputs = tuple(_arrays.wrap(array) for array in inputs)
         cu_seqlens = _arrays.wrap(cu_seqlens)
+    else:
+        inputs = frame.laid_out(inputs, frame.scattered(inputs))
     if not backward:
         return _kda.prepare_forward(frame, inputs, cu_seqlens, options, with_state).plan
     # The gradient of o, for its dtype and shape.
     do = frame.empty(tuple(inputs[2].shape), inputs[0].dtype, inputs[0])
     needs = (True,) * len(_kda.GRADIENTS)
-    backward: Any = _kda.prepare_backward(frame, do, None, inputs, cu_seqlens, options, needs)
-    return backward.prepared.plan
+    found: Any = _kda.prepare_backward(frame, do, None, inputs, cu_seqlens, options, needs)
+    return found.prepared.plan
 
 
 def warmup(

@@ -93,6 +93,10 @@ void Preprocess::normalised_gradient(const View& view, const Position& at, doubl
   std::array<double, kMostK> y;
   load_row(y.data(), view.at(at.batch, at.token, at.head / group_), view.dtype, K, view.stride[3]);
   const double r = inverse_norm(y.data(), K);
+  if (K == 1) {  // dy lies along y: 1 - y^2 = eps r^2 exactly, but a rounded y loses it
+    dy[0] *= kNormEpsilon * r * r * r;
+    return;
+  }
   double inner = 0;
   for (std::size_t i = 0; i < static_cast<std::size_t>(K); ++i) {
     y[i] *= r;

@@ -57,7 +57,8 @@ TEST(StressDraw, OneSeedGivesTheSameProblemEverywhere) {
             "recurrent predicted B1 T69 H3 HV3 K128 V64 bf16 softplus beta-sigmoid cu=0,4,7"
             ",7,13,15,16,20,24,24,25,25,26,30,31,34,35,36,36,36,38,38,40,40,44,47,49,54,57,"
             "58,58,64,64,66,69 seed 10901941715188119463 scale=0 in place NaN in sequence 1"
-            "5; transposed; q:bf16 k:bf16 v:bf16 g:fp32 beta:fp32 A_log:fp32 dt_bias:fp32 initi"
+            "5 workspace x 0.25; transposed; q:bf16 k:bf16 v:bf16 g:fp32 beta:fp32 A_log:fp32 "
+            "dt_bias:fp32 initi"
             "al_state:fp32 cu_seqlens:int64 o:bf16 final_state:fp32");
   EXPECT_NE(describe(draw(1, 17)), describe(draw(2, 17)));
   EXPECT_NE(describe(draw(1, 17)), describe(draw(1, 18)));
@@ -80,14 +81,15 @@ TEST(StressDraw, EveryProblemIsValidAndEveryKindOccurs) {
     seen["V first"] += d.problem.state_v_first;
     seen["in place"] += d.state_in_place;
     seen["no token"] += d.problem.sizes.T == 0;
+    seen["less workspace"] += d.repeat_workspace > 0;
     seen["long"] += d.problem.sizes.T > 2000;
     seen["grouped"] += d.problem.sizes.HV > d.problem.sizes.H;
     seen["dyed"] += d.dyed >= 0;
     seen["wrong list"] += d.wrong_list;
     seen["stride 0"] += !d.repeated.empty();
   }
-  // Operations, families, dtypes of q, gates, arrangements, tensors and the eight above.
-  EXPECT_EQ(seen.size(), kOperationCount + cases::kFamilies.size() + 4 + 3 + 6 + kTensorCount + 8);
+  // Operations, families, dtypes of q, gates, arrangements, tensors and the nine above.
+  EXPECT_EQ(seen.size(), kOperationCount + cases::kFamilies.size() + 4 + 3 + 6 + kTensorCount + 9);
   for (const auto& [kind, count] : seen) EXPECT_GE(count, 15) << kind;
 }
 

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import resource
 import signal
 import struct
@@ -160,6 +161,10 @@ class BadUsage(ProgramTest):
              "found 18446744073709551616, expected an integer from 0 to 2^64 - 1"),
             (["run", DATA / "beta_zero.safetensors", "-o", ""],
              "--out: found an empty name, expected the name of a file"),
+            (["run", "", "-o", self.out],
+             "CASE: found an empty name, expected the name of a file"),
+            (["verify", DATA / "beta_zero.safetensors", ""],
+             "CASE: found an empty name, expected the name of a file"),
             (["verify", "no\nsuch\x1b[31m"], "no\\nsuch\\x1b[31m: file: found nothing there"),
         ):
             with self.subTest(arguments):
@@ -609,6 +614,10 @@ class Bench(ProgramTest):
     def test_lengths_that_do_not_fit_are_named(self):
         for arguments, found in ((("--shape", "1,48,1,2,32,32", "--lengths", "16,31"), "sum is 47"),
                                  (("--shape", "2,48,1,2,32,32", "--lengths", "48"), "B = 2"),
+                                 (("--shape", "1,4,1,1,32,32", "--lengths", "5,-1"),
+                                  "--lengths: found -1, expected 0 or more"),
+                                 (("--shape", "1,4,1,1,32,32", "--lengths", f"{2**63 - 1},5"),
+                                  "--lengths: found a sum beyond 64 bits"),
                                  (("--lengths", "48"), "0 of --shape"),
                                  (("--shape", "1,48,1,2,32,32") * 2 + ("--lengths", "48"),
                                   "2 of --shape"),
@@ -616,7 +625,8 @@ class Bench(ProgramTest):
             with self.subTest(found):
                 result = kda("bench", "--device", "cpu", "--json", *arguments)
                 self.check(result, 2)
-                self.assertIn(found, self.lines(result)[-1]["error"])
+                (error,) = self.lines(result)
+                self.assertIn(found, error["error"])
 
     def test_the_cost_of_a_call_is_a_matter_of_devices(self):
         result = kda("bench", "--suite", "host", "--repeat", "1", "--device", "cpu", "--json")
@@ -676,6 +686,14 @@ class Stress(ProgramTest):
         self.assertRegex(result.stdout, r"\Aright: reference_[a-z_]+ on cpu: ")
         self.assertIn("1 problems, 1 calls, 0 failures", result.stdout)
         self.check(kda(*ask, "--impl", "reference", "--threads", "2"), 0)
+
+    def test_commands_of_the_page_find_something_to_try(self):
+        page = (DATA.parents[1] / "docs" / "case-format.md").read_text()
+        commands = re.findall(r"^kda (stress .*--device cpu.*)$", page, re.MULTILINE)
+        self.assertTrue(commands)
+        for command in commands:
+            with self.subTest(command):
+                self.check(kda(*command.split("#")[0].split()), 0)
 
     def test_a_problem_that_nothing_takes_is_exit_3(self):
         for number in range(20):

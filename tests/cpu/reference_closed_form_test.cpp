@@ -166,5 +166,30 @@ TEST(ReferenceClosedForm, NormOfSmallVectors_L2NORM_01) {
   }
 }
 
+// (3.3) of one channel, one token: o = s q k beta v with q, k normalised. What the normalisation
+// leaves of dq and dk is eps r^2 of it, which 1 - y^2 loses to the rounding of y.
+TEST(ReferenceClosedForm, OneNormalisedChannelKeepsEveryDigitOfItsGradient) {
+  Problem backward =
+      Problem::make(Operation::kChunkBackward, {.T = 1, .K = 1, .V = 1}, DType::kF64);
+  backward.qk_l2norm = true;
+  want_all(backward);
+  Tensors inputs = zero_inputs(backward);
+  inputs[kBeta] = {0.7};
+  inputs[kV] = {1.3};
+  inputs[kDo] = {-0.9};
+  const auto r = [](double x) { return 1 / std::sqrt(x * x + 1e-6); };
+  for (const double q : {0.0, 1e-3, 0.3, -1.7, 60.0, -1e4}) {
+    const double k = 0.9 - q;
+    inputs[kQ] = {q};
+    inputs[kK] = {k};
+    const double slope = -0.9 * backward.effective_scale() * 0.7 * 1.3;
+    const Tensors gradients = run(backward, inputs);
+    const double dq = slope * k * r(k) * 1e-6 * std::pow(r(q), 3);
+    const double dk = slope * q * r(q) * 1e-6 * std::pow(r(k), 3);
+    EXPECT_LE(relative_error({dq}, gradients.at(kDq)), 1e-14) << q;
+    EXPECT_LE(relative_error({dk}, gradients.at(kDk)), 1e-14) << q;
+  }
+}
+
 }  // namespace
 }  // namespace kda

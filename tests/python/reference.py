@@ -87,13 +87,14 @@ def torch_recurrence(q, k, v, g, beta, initial_state=None, A_log=None, dt_bias=N
     return o * (K**-0.5 if scale is None else scale), S
 
 
-def ratio(expected, found):
-    """RMS of the difference over RMS of what is expected: (7.1)."""
+def ratio(expected, found, floor=0.0):
+    """RMS of the difference over RMS of what is expected, or over `floor` if that is more: (7.1)."""
     expected, found = np.asarray(expected, np.float64), np.asarray(found, np.float64)
     assert expected.shape == found.shape, (expected.shape, found.shape)
     assert np.isfinite(found).all()
     error = np.sqrt(np.mean((expected - found) ** 2)) if expected.size else 0.0
-    return error / (np.sqrt(np.mean(expected**2)) + 1e-8) if expected.size else 0.0
+    size = max(np.sqrt(np.mean(expected**2)), floor) if expected.size else 1.0
+    return error / (size + 1e-8)
 
 
 # Section 7.3: fp32 on the CPU.

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <numeric>
+#include <limits>
 #include <utility>
 
 #include <fmt/format.h>
@@ -64,6 +64,51 @@ Status check_checkpoints(const BenchCommand& command, Suite suite) {
                       command.suite)};
 }
 
+/// The sum of --lengths.
+Result<int64_t> total_of(const std::vector<int64_t>& lengths) {
+  int64_t total = 0;
+  for (const int64_t length : lengths) {
+    if (length < 0) {
+      return Status(StatusCode::kInvalidArgument,
+                    fmt::format("--lengths: found {}, expected 0 or more", length));
+    }
+    if (length > std::numeric_limits<int64_t>::max() - total) {
+      return Status(StatusCode::kInvalidArgument,
+                    "--lengths: found a sum beyond 64 bits, expected T of --shape");
+    }
+    total += length;
+  }
+  return total;
+}
+
+/// Makes the one --shape a packed one if --lengths are given.
+Status pack(const BenchCommand& command, Bench& bench) {
+  if (command.lengths.empty()) return {};
+  if (bench.suite != Suite::kShape && bench.suite != Suite::kTrain &&
+      bench.suite != Suite::kPrefill) {
+    return {StatusCode::kInvalidArgument,
+            fmt::format("--lengths: packs the sequences of suite train or prefill, found "
+                        "--suite {}",
+                        command.suite)};
+  }
+  if (bench.shapes.size() != 1) {
+    return {StatusCode::kInvalidArgument,
+            fmt::format("--lengths: found {} of --shape, expected one, whose T is their sum",
+                        bench.shapes.size())};
+  }
+  const Result<int64_t> total = total_of(command.lengths);
+  if (!total.ok()) return total.status();
+  const Sizes sizes = bench.shapes[0].sizes;
+  if (sizes.B != 1 || sizes.T != *total) {
+    return {StatusCode::kInvalidArgument,
+            fmt::format("--lengths: their sum is {}; found --shape with B = {} and T = {}, "
+                        "expected B = 1 and T = {}",
+                        *total, sizes.B, sizes.T, *total)};
+  }
+  bench.shapes[0] = packed_shape(sizes, command.lengths);
+  return {};
+}
+
 Result<Bench> set_up(const BenchCommand& command) {
   Bench bench{command, {}, {}, Suite::kShape, {}, 0, 0};
   Result<Suite> suite = parse_suite(command.suite);
@@ -80,30 +125,7 @@ Result<Bench> set_up(const BenchCommand& command) {
     bench.shapes.push_back({*sizes, {}});
   }
   if (Status status = check_checkpoints(command, bench.suite); !status.ok()) return status;
-  if (!command.lengths.empty()) {
-    if (bench.suite != Suite::kShape && bench.suite != Suite::kTrain &&
-        bench.suite != Suite::kPrefill) {
-      return Status(StatusCode::kInvalidArgument,
-                    fmt::format("--lengths: packs the sequences of suite train or prefill, found "
-                                "--suite {}",
-                                command.suite));
-    }
-    if (bench.shapes.size() != 1) {
-      return Status(
-          StatusCode::kInvalidArgument,
-          fmt::format("--lengths: found {} of --shape, expected one, whose T is their sum",
-                      bench.shapes.size()));
-    }
-    const Sizes sizes = bench.shapes[0].sizes;
-    bench.shapes[0] = packed_shape(sizes, command.lengths);
-    const Sizes& packed = bench.shapes[0].sizes;
-    if (sizes.B != packed.B || sizes.T != packed.T) {
-      return Status(StatusCode::kInvalidArgument,
-                    fmt::format("--lengths: their sum is {}; found --shape with B = {} and T = {}, "
-                                "expected B = 1 and T = {}",
-                                packed.T, sizes.B, sizes.T, packed.T));
-    }
-  }
+  if (Status status = pack(command, bench); !status.ok()) return status;
   const std::vector<BenchShape> probes =
       bench.shapes.empty()
           ? std::vector<BenchShape>{shapes_of(bench.suite, DeviceType::kCuda).front()}

@@ -68,6 +68,11 @@ std::string check_unsigned(const std::string& text) {
   return "found " + text + ", expected an integer from 0 to 2^64 - 1";
 }
 
+/// What an unset variable of a shell leaves.
+std::string check_file_name(const std::string& text) {
+  return text.empty() ? "found an empty name, expected the name of a file" : "";
+}
+
 /// CLI::Range takes NaN.
 std::string check_seconds(const std::string& text) {
   const std::optional<double> value = number_of<double>(text);
@@ -92,7 +97,9 @@ void add_run(CLI::App& app, RunCommand& command) {
   sub->footer(
       "Computes o and final_state; with `do` in the case, every gradient too.\n\n"
       "Example: kda run case.safetensors -o out.safetensors --device cpu --dtype fp64");
-  sub->add_option("CASE", command.case_path, "Case file (safetensors)")->required();
+  sub->add_option("CASE", command.case_path, "Case file (safetensors)")
+      ->required()
+      ->check(check_file_name);
   sub->add_option("-o,--out", command.out_path, "Result file; replaced whole or not at all")
       ->required();
   sub->add_option(
@@ -111,7 +118,8 @@ void add_verify(CLI::App& app, VerifyCommand& command) {
       "held to its\nlargest error. Without `expected.*` in a case, the float64 reference is what "
       "is "
       "right.\n\nExample: kda verify cases/*.safetensors --impl cpu --json");
-  sub->add_option("CASE", command.case_paths, "Case files; none: a built-in suite from seeds");
+  sub->add_option("CASE", command.case_paths, "Case files; none: a built-in suite from seeds")
+      ->check(check_file_name);
   add_common(*sub, command.common);
 }
 

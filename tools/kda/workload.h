@@ -51,7 +51,7 @@ cases::HostTensor initial_state_of(const Problem& problem);
 /// Slots in an order that jumps through the pool; every eighth sequence is skipped, as padding is.
 cases::HostTensor state_indices_of(const Problem& problem);
 
-/// Floating-point operations, a multiply-add as two, of the chunked form (section 8).
+/// Floating-point operations, a multiply-add as two, of the chunked form.
 double flop_of(const Problem& problem);
 /// What must move at least: every tensor once, of gamma in the scans a row a chunk.
 double bytes_of(const Problem& problem);

@@ -82,10 +82,8 @@ class Run {
     GuardedOutcome result{{}, std::string(plan->implementation())};
     const int turns = conditions_.repeat || !on_host() ? 2 : 1;
     for (int turn = 0; turn < turns; ++turn) {
-      if (turn > 0 && on_host() && conditions_.repeat_threads > 0) {
-        plan = make_plan(problem_, conditions_.device,
-                         {conditions_.options.implementation, conditions_.repeat_threads,
-                          conditions_.options.workspace_limit});
+      if (turn > 0) {
+        plan = plan_of_repeat(*plan);
         if (!plan.ok()) return plan.status();
       }
       if (Status status = run(*plan, turn > 0); !status.ok()) return status;
@@ -101,6 +99,22 @@ class Run {
 
  private:
   bool on_host() const { return conditions_.device.type == DeviceType::kCpu; }
+
+  /// The same row with other threads, and with less workspace if it can do with less.
+  Result<Plan> plan_of_repeat(const Plan& first) {
+    Options options = conditions_.options;
+    if (on_host() && conditions_.repeat_threads > 0) options.threads = conditions_.repeat_threads;
+    if (conditions_.repeat_workspace > 0 && !options.implementation.empty()) {
+      options.workspace_limit = static_cast<std::size_t>(
+          conditions_.repeat_workspace * static_cast<double>(first.workspace_bytes()));
+      if (options.workspace_limit > 0) {
+        Result<Plan> limited = make_plan(problem_, conditions_.device, options);
+        if (limited.status().code() != StatusCode::kUnsupported) return limited;
+      }
+      options.workspace_limit = conditions_.options.workspace_limit;
+    }
+    return make_plan(problem_, conditions_.device, options);
+  }
 
   Status run(const Plan& plan, bool again) {
     GuardedBuffer workspace(on_host() ? plan.workspace_bytes() : 0);

@@ -41,6 +41,9 @@ struct Conditions {
   bool state_in_place = false;  ///< final_state is the memory of initial_state
   bool repeat = false;          ///< a second run must give the same bits
   int32_t repeat_threads = 0;   ///< CPU threads of that second run; 0: as many as in the first
+  /// Share of the first run's workspace that the second may have at most, where the row that was
+  /// named can do with so little; 0: as much.
+  double repeat_workspace = 0;
   /// Values of the inputs on which the graph runs before the ones given, once it is captured.
   const TensorMap* earlier = nullptr;
   Watch watch = Watch::kAll;

@@ -304,6 +304,8 @@ class Drawer {
                        (draw_.problem.packed() || draw_.problem.has(kStateIndices) ||
                         draw_.problem.has(kNumAccepted));
     if (chance(12)) choose_repeats();
+    // Last, so that older seeds keep their problems.
+    if (chance(40)) draw_.repeat_workspace = 0.05 * static_cast<double>(between(2, 19));
   }
 
   /// One dimension of some inputs, but of no state that a run writes and of nothing that a forward
@@ -344,6 +346,7 @@ cases::Conditions conditions_of(const Draw& draw) {
   cases::Conditions conditions;
   conditions.options.threads = draw.threads;
   conditions.repeat_threads = draw.repeat_threads;
+  conditions.repeat_workspace = draw.repeat_workspace;
   conditions.arrangement = draw.arrangement;
   conditions.seed = draw.spec.seed;
   conditions.state_in_place = draw.state_in_place;
@@ -360,6 +363,7 @@ std::string describe(const Draw& draw) {
   if (draw.state_in_place) text += " in place";
   if (draw.dyed >= 0) text += fmt::format(" NaN in sequence {}", draw.dyed);
   if (draw.wrong_list) text += " wrong list";
+  if (draw.repeat_workspace > 0) text += fmt::format(" workspace x {:.2f}", draw.repeat_workspace);
   for (const auto& [id, dimension] : draw.repeated) {
     text += fmt::format(" {}.stride({})=0", kda::name_of(id), dimension);
   }

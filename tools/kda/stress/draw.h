@@ -23,9 +23,10 @@ struct Draw {
   Problem problem;
   cases::Arrangement arrangement = cases::Arrangement::kContiguous;
   bool state_in_place = false;
-  int32_t threads = 1;         ///< of the first run on the CPU
-  int32_t repeat_threads = 1;  ///< of the second
-  int copies = 1;              ///< runs at once on a GPU
+  int32_t threads = 1;          ///< of the first run on the CPU
+  int32_t repeat_threads = 1;   ///< of the second
+  double repeat_workspace = 0;  ///< share of the workspace that the second run may have; 0: all
+  int copies = 1;               ///< runs at once on a GPU
   /// A sequence that a further run fills with NaN and the like, to see that it harms no other; -1:
   /// no such run.
   int64_t dyed = -1;
