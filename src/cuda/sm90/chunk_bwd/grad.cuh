@@ -30,7 +30,8 @@
 //   sums, scalars, work items        10224
 //
 // Barriers: `states_full`, an mbarrier, for h and dh; `update_full` for the earlier chunk's kg and
-// decay; __syncthreads between the phases.
+// decay; named barriers 1 + g within warpgroup g, around the change of its intra operands;
+// __syncthreads between the other phases.
 #pragma once
 
 #include "cuda/ptx/wgmma.cuh"
@@ -241,7 +242,7 @@ struct GradBlock {
     join_segments(shared);
   }
 
-  /// S += [dq2 | z]^T, all but the rows' factor.
+  /// S += [dq2 | z]^T, all but the rows' factor. The products are left open.
   __device__ __forceinline__ void multiply_rows(float (&S)[32]) const {
     const PanelTile<kArranged> columns{fresh_address(shared.intra.keys[warp / 4].columns[0])};
     wgmma_fence();
@@ -317,7 +318,7 @@ struct GradBlock {
     finish.scale_rows(sums.S);
     if (work.carries) finish.cross.take_dkx(sums.dkx);
     multiply_rows(sums.S);
-    {
+    {  // under the products; in their operands' place once they are over
       uint2 rows[2][2][4];
       KeyWriter<Io, K>(shared).make_rows(rows);
       wgmma_wait<0>();
