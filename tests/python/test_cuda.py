@@ -74,6 +74,18 @@ def test_all_gradients_match_the_recurrence(dtype, shape, lower_bound):
     assert all(name.startswith(("cuda_", "sm90_")) for name in native_kda.hits())
 
 
+def test_gradients_from_states_that_the_forward_kept():
+    """Of the rows here the Hopper backward reads them."""
+    x = inputs(T=600, K=128, V=128)
+    weights = weights_of(x)
+    _, _, wanted = expected(x, weights, gate="softplus")
+    kept = found(x, weights, disable_recompute=True)[2]
+    for name, gradient in kept.items():
+        assert ratio(wanted[name], gradient.double().cpu()) < reference.BF16["d" + name], name
+    recomputed = found(x, weights)[2]
+    assert torch.equal(kept["q"], recomputed["q"]) != HOPPER
+
+
 @pytest.mark.skipif(not HOPPER, reason="not a Hopper GPU")
 @pytest.mark.parametrize("V", [128, 256])
 def test_what_runs_by_default_on_hopper(V):
@@ -81,6 +93,20 @@ def test_what_runs_by_default_on_hopper(V):
     for loss in (lambda o, s: o.sum(), lambda o, s: s.sum(), lambda o, s: (o * o).sum()):
         loss(*native_kda.chunk_kda(**x, **FLAGS, output_final_state=True)).backward()
     assert native_kda.hits() == {"sm90_chunk_fwd": 3, "sm90_chunk_bwd": 3}
+
+
+@pytest.mark.skipif(not HOPPER, reason="not a Hopper GPU")
+def test_channels_of_a_convolution_on_hopper():
+    """Their layout, channels apart, is that of Kimi Linear in transformers."""
+    results = []
+    for apart in ((), ("q", "k", "v", "g")):
+        x = inputs(K=128, V=128)
+        y = {n: t.transpose(1, 3).contiguous().transpose(1, 3) if n in apart else t
+             for n, t in x.items()}
+        o, _ = native_kda.chunk_kda(**y, **FLAGS)
+        results.append((o, *torch.autograd.grad(o.float().square().sum(), list(x.values()))))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+    assert native_kda.hits() == {"sm90_chunk_fwd": 2, "sm90_chunk_bwd": 2}
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
