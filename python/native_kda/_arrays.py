@@ -18,7 +18,9 @@ _CODES = {
     "float32": _problem.F32,
     "float64": _problem.F64,
 }
-_DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
+# kDLCPU, kDLCUDAHost; kDLCUDA, kDLCUDAManaged
+_DEVICES = {1: _problem.CPU, 3: _problem.CPU, 2: _problem.CUDA, 13: _problem.CUDA}
+_EXPECTED = "expected a tensor of torch or an array that speaks DLPack (NumPy, CuPy, JAX)"
 
 
 class Array:
@@ -26,20 +28,46 @@ class Array:
 
     __slots__ = ("address", "array", "code", "device", "dtype", "shape", "strides")
 
-    def __init__(self, array: Any) -> None:
+    def __init__(self, name: str, array: Any) -> None:
         self.array = array
-        self.dtype = getattr(array, "dtype", None)
-        self.address, self.code, self.shape, self.strides, kind, index = _describe(array)
-        self.device = (
-            (_problem.CUDA, index) if kind in _DLPACK_CUDA else (_problem.CPU, 0)
-        )
+        self.dtype = array.dtype
+        self.address, self.code, self.shape, self.strides, kind, index = _describe(name, array)
+        if kind not in _DEVICES:
+            raise _problem.nowhere(name, f"device type {kind} of DLPack")
+        device = _DEVICES[kind]
+        self.device = (device, index if device == _problem.CUDA else 0)
         if any(stride < 0 for stride in self.strides):
             raise ArgumentError(
-                f"found an array with strides {self.strides}, expected none below 0; copy it first"
+                f"{name}: found strides {self.strides}, expected none below 0; copy it first"
             )
 
 
-def _describe(array: Any) -> tuple:
+def check(name: str, array: Any, first: str = "", leader: Any = None) -> None:
+    """What an array must be before its memory is looked at. Packages may be mixed."""
+    if not hasattr(array, "dtype") or not hasattr(array, "shape"):
+        raise ArgumentError(f"{name}: found {type(array).__name__}, {_EXPECTED}")
+    masked = sys.modules.get("numpy.ma")
+    if masked is not None and isinstance(array, masked.MaskedArray):
+        raise ArgumentError(
+            f"{name}: found a masked array, expected one whose every element counts; "
+            f"{name}.filled(0) makes one"
+        )
+
+
+def _unreadable(name: str, array: Any) -> ArgumentError:
+    """With the words of the array itself, if it has any."""
+    found = f"{name}: found {type(array).__name__} of dtype {array.dtype}"
+    try:
+        array.__dlpack__()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        failure = ArgumentError(f"{found}, which does not give its memory ({reason}), {_EXPECTED}")
+        failure.__cause__ = error
+        return failure
+    return ArgumentError(f"{found}, which cannot be read, {_EXPECTED}")
+
+
+def _describe(name: str, array: Any) -> tuple:
     # NumPy exports bfloat16 (of package ml_dtypes) neither by DLPack nor as a buffer.
     if str(getattr(array, "dtype", "")) == "bfloat16" and module_of(array) == "numpy":
         address, _, *rest = _native.describe(array.view("uint16"))
@@ -47,14 +75,21 @@ def _describe(array: Any) -> tuple:
     try:
         return _native.describe(array)
     except TypeError:
-        raise ArgumentError(
-            f"found {type(array).__name__}, expected a tensor of torch or an array that speaks "
-            "DLPack (NumPy, CuPy, JAX)"
-        ) from None
+        failure = _unreadable(name, array)
+    raise failure
 
 
-def wrap(array: Any) -> Array | None:
-    return None if array is None else Array(array)
+def wrap(name: str, array: Any) -> Array | None:
+    if array is None:
+        return None
+    check(name, array)
+    return Array(name, array)
+
+
+def place(array: Array) -> str:
+    """Of its device, as torch writes it."""
+    kind, index = array.device
+    return f"cuda:{index}" if kind == _problem.CUDA else "cpu"
 
 
 def unwrap(array: Any) -> Any:
@@ -74,7 +109,7 @@ def describe(rows: list[tuple[str, Array]]) -> tuple[tuple, tuple[int, int]]:
         if array.code == 0 or not array.shape:
             raise _problem.not_a_tensor(name, array)
         if array.device != device:
-            raise _problem.elsewhere(name, array.device, first, device)
+            raise _problem.elsewhere(name, place(array), first, place(rows[0][1]))
         layouts.append((_problem.ID[name], array.code, array.shape, array.strides))
     return tuple(layouts), device
 
@@ -116,10 +151,10 @@ def workspace(size: int, like: Array) -> tuple[Any, int]:
 
 def empty(shape: tuple, dtype: Any, like: Array) -> Array:
     if like.device[0] == _problem.CUDA:
-        return Array(_cupy_empty(shape, dtype, like))
+        return Array("result", _cupy_empty(shape, dtype, like))
     import numpy
 
-    return Array(numpy.empty(shape, dtype))
+    return Array("result", numpy.empty(shape, dtype))
 
 
 def empty_like(tensor: Array) -> Array:

@@ -10,12 +10,13 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 
-from . import _kda, _library, _native, _problem, _torch
-from ._problem import Options, Prepared
+from . import _kda, _library, _log, _native, _problem, _torch
+from ._problem import ArgumentError, Options, Prepared
 
 is_compiling = torch.compiler.is_compiling
+_trace = torch._C._get_tracing_state  # of torch.jit.trace
 
 CHUNK_TENSORS = itemgetter(*_kda.INPUTS, "cu_seqlens")
 CHUNK_OPTIONS = itemgetter(
@@ -69,8 +70,11 @@ _gradients = _Memory()
 
 
 def _is_watched() -> bool:
-    """Tracing, dispatch modes and function transforms see operators only."""
+    """Tracing, dispatch modes and function transforms see operators only; within forward-mode
+    differentiation no call may skip its checks."""
     if is_compiling() or torch._C._len_torch_dispatch_stack():
+        return True
+    if _trace() is not None or forward_ad._current_level >= 0:
         return True
     return torch._C._functorch.peek_interpreter_stack() is not None
 
@@ -114,31 +118,6 @@ def _forward(prepared: Prepared, tensors: tuple) -> tuple[torch.Tensor, torch.Te
     return results[0], results[1] if len(results) > 1 else None
 
 
-def _chunk_backward(ctx: Any, do: Any, dfinal_state: Any) -> tuple:
-    saved = ctx.saved_tensors
-    do = torch.zeros_like(saved[2]) if do is None else _torch.dense(do)
-    if dfinal_state is not None:
-        dfinal_state = _torch.dense(dfinal_state)
-    inputs, cu_seqlens, h = saved[:8], saved[8], saved[9]
-    tensors, needs = (*saved[:9], do, dfinal_state, h), ctx.needs_input_grad[:8]
-    key = _key(tensors, (*ctx.options, *needs))
-    backward = _gradients.find(key)
-    if backward is None:
-        if needs_operators(tensors):
-            how = (saved[:9], ctx.options, needs)
-            return *_library.chunk_kda_backward(do, dfinal_state, *how), None, None
-        backward = _kda.prepare_backward(
-            _torch, do, dfinal_state, inputs, cu_seqlens, ctx.options, needs, h
-        )
-        _keep(_gradients, key, backward)
-    # What takes part in the backward is what was saved.
-    results = _problem.execute(_torch, backward.prepared, _present(tensors))
-    return *backward.in_order((*results, None)), None, None
-
-
-_chunk_backward_once = once_differentiable(_chunk_backward)
-
-
 class ChunkKda(torch.autograd.Function):
     """chunk_kda with gradients. Only the inputs are kept, and h if the forward was prepared to
     leave it; the backward recomputes the rest."""
@@ -155,10 +134,29 @@ class ChunkKda(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do, dfinal_state):
-        # What forbids a second derivative costs microseconds where there can be none.
+        saved = ctx.saved_tensors
+        do = torch.zeros_like(saved[2]) if do is None else _torch.dense(do)
+        if dfinal_state is not None:
+            dfinal_state = _torch.dense(dfinal_state)
+        needs = ctx.needs_input_grad[:8]
+        how = (saved[:9], ctx.options, needs)
+        # With create_graph: the operator's own gradient, an error, hangs on all that it is given.
         if torch.is_grad_enabled():
-            return _chunk_backward_once(ctx, do, dfinal_state)
-        return _chunk_backward(ctx, do, dfinal_state)
+            return *_library.chunk_kda_backward(do, dfinal_state, *how), None, None
+        inputs, cu_seqlens, h = saved[:8], saved[8], saved[9]
+        tensors = (*saved[:9], do, dfinal_state, h)
+        key = _key(tensors, (*ctx.options, *needs))
+        backward = _gradients.find(key)
+        if backward is None:
+            if needs_operators(tensors):
+                return *_library.chunk_kda_backward(do, dfinal_state, *how), None, None
+            backward = _kda.prepare_backward(
+                _torch, do, dfinal_state, inputs, cu_seqlens, ctx.options, needs, h
+            )
+            _keep(_gradients, key, backward)
+        # What takes part in the backward is what was saved.
+        results = _problem.execute(_torch, backward.prepared, _present(tensors))
+        return *backward.in_order((*results, None)), None, None
 
 
 # torch.autograd.Function.apply without its preparations for function transforms, which are not
@@ -167,7 +165,12 @@ _apply = super(torch.autograd.Function, ChunkKda).apply
 
 
 def _wants_gradients(tensors: tuple) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    if not torch.is_grad_enabled():
+        return False
+    for tensor in tensors:  # half the time of any()
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
 
 
 def _run_chunk(prepared: Prepared, tensors: tuple) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -226,7 +229,24 @@ def chunk_kda(
     return _run_chunk(prepared, ready)
 
 
+def _refuse_gradients(tensors: tuple, in_place: bool) -> None:
+    """A decode step has none: where one was wanted that must not go unnoticed."""
+    if not _wants_gradients(tensors):
+        return
+    if in_place and tensors[7].requires_grad:
+        raise ArgumentError(
+            "initial_state: found a tensor that requires grad, expected one that can be updated in "
+            "place; call under torch.no_grad() or detach it"
+        )
+    if not is_compiling():
+        _log.once(
+            "fused_recurrent_kda has no gradients: its results do not require grad though an input "
+            "does. Call it under torch.no_grad(), or chunk_kda for gradients"
+        )
+
+
 def _run_decode(prepared: Prepared, tensors: tuple, in_place: bool) -> tuple[Any, Any]:
+    _refuse_gradients(tensors, in_place)
     states = tensors[7]
     given = _present(tensors)
     if not in_place:
@@ -264,6 +284,7 @@ def recurrent_kda(
     """As chunk_kda."""
     tensors = (*inputs, cu_seqlens, state_indices, num_accepted)
     if needs_operators(tensors):
+        _refuse_gradients(tensors, in_place)
         if not in_place:
             return _library.recurrent_kda(inputs, cu_seqlens, options, with_state)
         o = _library.recurrent_kda_pool(inputs, cu_seqlens, state_indices, num_accepted, options)

@@ -5,6 +5,7 @@ A call is a dictionary of arguments, complete but for q, k, v, g and beta with t
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -51,6 +52,7 @@ RECURRENT_DEFAULTS: dict[str, Any] = dict(
     in_place=False,
 )
 _TENSORS = ("q", "k", "v", "g", "beta")
+_OPTIONAL = ("initial_state", "cu_seqlens", "state_indices", "num_accepted")
 # Of calls without unknown arguments.
 _CHUNK_LENGTH = len(_TENSORS) + len(CHUNK_DEFAULTS)
 _RECURRENT_LENGTH = len(_TENSORS) + len(RECURRENT_DEFAULTS)
@@ -93,10 +95,28 @@ def torch_frame() -> Any:
     return _torch_frame
 
 
-def device_type(tensor: Any) -> str:
-    if is_torch(tensor):
-        return tensor.device.type
-    return _problem.DEVICE_TYPES[_arrays.Array(tensor).device[0]]
+def check_tensors(tensors: dict[str, Any], required: tuple[str, ...] = _TENSORS) -> None:
+    """What stands where a tensor is expected: all of the kind of the first, and where that is."""
+    first, leader = next(iter(tensors.items()))
+    check = _torch_frame.check if is_torch(leader) else _arrays.check
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            check(name, tensor, first, leader)
+        elif name in required:
+            raise ArgumentError(f"{name}: absent, expected a tensor")
+
+
+def _tensors_in(call: dict[str, Any]) -> dict[str, Any]:
+    """Without a gate its parameters do not take part, whatever they are."""
+    gate = ("A_log", "dt_bias") if call["use_gate_in_kernel"] else ()
+    return {name: call.get(name) for name in (*_TENSORS, *gate, *_OPTIONAL)}
+
+
+def device_type(q: Any) -> str:
+    check_tensors({"q": q})
+    if is_torch(q):
+        return q.device.type
+    return _problem.DEVICE_TYPES[_arrays.Array("q", q).device[0]]
 
 
 def _align_dtypes(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
@@ -116,6 +136,11 @@ def _flat(A_log: Any, dt_bias: Any, sizes: Sizes) -> tuple[Any, Any]:
     """A_log as [HV], whatever dimensions of 1 it has; dt_bias as [HV*K] or [HV,K]."""
     if A_log is not None and len(A_log.shape) != 1:
         A_log = A_log.reshape(-1)
+    if dt_bias is not None and math.prod(dt_bias.shape) != sizes.HV * sizes.K:
+        raise ArgumentError(
+            f"dt_bias: found shape {list(dt_bias.shape)}, expected [HV*K] or [HV, K] with "
+            f"HV, K = {sizes.HV}, {sizes.K}"
+        )
     if dt_bias is not None and len(dt_bias.shape) not in (1, 2):
         dt_bias = dt_bias.reshape(sizes.HV, sizes.K)
     return A_log, dt_bias
@@ -143,6 +168,8 @@ def _inputs(call: dict[str, Any], options: Options, states: Any) -> tuple:
     """q, k, v, g, beta, A_log, dt_bias, initial_state; `states` has one row a sequence."""
     tensors = tuple(call[name] for name in _TENSORS)
     q, k, v, g, beta = tensors
+    if call["initial_state"] is not None:
+        _checks.check_rank("initial_state", call["initial_state"], 4)
     sizes = _checks.sizes_of(q, k, v, g, beta, states, call["cu_seqlens"])
     A_log, dt_bias = call["A_log"], call["dt_bias"]
     if options.gate == _problem.GATE_NONE:
@@ -155,7 +182,10 @@ def _inputs(call: dict[str, Any], options: Options, states: Any) -> tuple:
 
 def chunk_problem(call: dict[str, Any]) -> tuple[tuple, Options]:
     """The inputs and options of a call of chunk_kda."""
+    check_tensors(_tensors_in(call))
     options = _options(call, CHUNK_DEFAULTS)
+    if call["return_intermediate_states"] and is_torch(call["q"]):
+        _torch_frame.check_no_gradient_of_states()
     if call["cp_context"] is not None:
         raise UnsupportedError("cp_context: context parallelism is not implemented")
     _checks.check_safe_gate(call["safe_gate"], call["use_gate_in_kernel"], call["lower_bound"])
@@ -169,6 +199,11 @@ def chunk_problem(call: dict[str, Any]) -> tuple[tuple, Options]:
                 f"initial_state: found dtype {found}, initial_state must be in float32"
             )
     return inputs, options
+
+
+def wrap(inputs: tuple) -> tuple:
+    """The inputs of chunk_problem that are arrays."""
+    return tuple(map(_arrays.wrap, _kda.INPUTS, inputs))
 
 
 def chunk_again(tensors: tuple, options: tuple) -> tuple | None:
@@ -209,14 +244,43 @@ def chunk(call: dict[str, Any]) -> tuple[Any, ...]:
         return _chunk_with_states(inputs, cu_seqlens, call["cu_seqlens_cpu"], options, with_state)
     if is_torch(inputs[0]):
         return _autograd.chunk_kda(call, key, inputs, cu_seqlens, options, with_state)
-    arrays = tuple(_arrays.wrap(array) for array in inputs)
-    cu = _arrays.wrap(cu_seqlens)
+    arrays, cu = wrap(inputs), _arrays.wrap("cu_seqlens", cu_seqlens)
     o, final_state, _ = _kda.forward(_arrays, arrays, cu, options, with_state)
     return _arrays.hand_over(o, arrays[0]), _arrays.hand_over(final_state, arrays[0])
 
 
-def _chunks_in(cu: Any, chunk_size: int) -> int:
-    ends = [int(end) for end in cu]
+def _ends(cu_seqlens: Any, cu_seqlens_cpu: Any, T: int) -> list[int]:
+    """The values of cu_seqlens; those of a tensor on a GPU come from cu_seqlens_cpu if it is there,
+    which then must be possible at least. Where cu_seqlens can be read for nothing both must agree.
+    """
+    if cu_seqlens_cpu is None:
+        return cu_seqlens.tolist()
+    check_tensors({"cu_seqlens_cpu": cu_seqlens_cpu})
+    if tuple(cu_seqlens_cpu.shape) != tuple(cu_seqlens.shape):
+        raise ArgumentError(
+            f"cu_seqlens_cpu: found shape {list(cu_seqlens_cpu.shape)}, expected that of "
+            f"cu_seqlens, {list(cu_seqlens.shape)}"
+        )
+    ends = cu_seqlens_cpu.tolist()
+    if ends[0] != 0 or ends[-1] > T or ends != sorted(ends):
+        raise ArgumentError(
+            f"cu_seqlens_cpu: found {ends}, expected 0 first, then ends that do not decrease, at "
+            f"most T = {T}"
+        )
+    on_host = (
+        cu_seqlens.is_cpu
+        if is_torch(cu_seqlens)
+        else _arrays.Array("cu_seqlens", cu_seqlens).device[0] == _problem.CPU
+    )
+    if on_host and ends != cu_seqlens.tolist():
+        raise ArgumentError(
+            f"cu_seqlens_cpu: found {ends}, expected the values of cu_seqlens, "
+            f"{cu_seqlens.tolist()}"
+        )
+    return ends
+
+
+def _chunks_in(ends: list[int], chunk_size: int) -> int:
     return sum(
         (end - begin + chunk_size - 1) // chunk_size for begin, end in zip(ends, ends[1:])
     )
@@ -225,28 +289,21 @@ def _chunks_in(cu: Any, chunk_size: int) -> int:
 def _chunk_with_states(
     inputs: tuple, cu_seqlens: Any, cu_seqlens_cpu: Any, options: Options, with_state: bool
 ) -> tuple[Any, Any, Any]:
+    ends = None
+    if cu_seqlens is not None:
+        ends = _ends(cu_seqlens, cu_seqlens_cpu, inputs[0].shape[1])
     if is_torch(inputs[0]):
-        import torch
-
-        if not torch.is_inference_mode_enabled():
-            raise ArgumentError(
-                "return_intermediate_states: found True outside torch.inference_mode(), where "
-                "alone it is allowed: h has no gradient"
-            )
         o, final_state, h = _kda.forward(
             _torch_frame, inputs, cu_seqlens, options, with_state, with_h=True
         )
     else:
-        arrays = tuple(_arrays.wrap(array) for array in inputs)
-        results = _kda.forward(
-            _arrays, arrays, _arrays.wrap(cu_seqlens), options, with_state, with_h=True
-        )
+        arrays, cu = wrap(inputs), _arrays.wrap("cu_seqlens", cu_seqlens)
+        results = _kda.forward(_arrays, arrays, cu, options, with_state, with_h=True)
         o, final_state, h = (_arrays.hand_over(x, arrays[0]) for x in results)
     B = o.shape[0]
-    if cu_seqlens is not None:
-        # Rows past the last chunk are there only because the host does not know how many there are.
-        host = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
-        h = h[: _chunks_in(host, options.chunk_size)]
+    if ends is not None:
+        # Rows past the last chunk are there only because the plan does not know how many there are.
+        h = h[: _chunks_in(ends, options.chunk_size)]
     h = h.reshape(B, h.shape[0] // B, *h.shape[1:])
     return o, final_state, h.swapaxes(-1, -2) if options.state_v_first else h
 
@@ -255,16 +312,18 @@ def chunk_backward(
     do: Any, dfinal_state: Any, call: dict[str, Any], wanted: tuple[str, ...]
 ) -> dict[str, Any]:
     """The gradients of chunk_kda by name."""
+    call["return_intermediate_states"] = False  # of the forward alone
     inputs, options = chunk_problem(call)
+    check_tensors({"q": call["q"], "do": do, "dfinal_state": dfinal_state}, ("do",))
     needs = tuple(name in wanted for name in _kda.GRADIENTS)
     cu_seqlens = call["cu_seqlens"]
-    if is_torch(do):
+    if is_torch(inputs[0]):
         gradients = _kda.backward(
             _torch_frame, do, dfinal_state, inputs, cu_seqlens, options, needs
         )
     else:
-        arrays = tuple(_arrays.wrap(array) for array in inputs)
-        do, dfinal_state, cu = (_arrays.wrap(x) for x in (do, dfinal_state, cu_seqlens))
+        arrays, cu = wrap(inputs), _arrays.wrap("cu_seqlens", cu_seqlens)
+        do, dfinal_state = _arrays.wrap("do", do), _arrays.wrap("dfinal_state", dfinal_state)
         gradients = [
             _arrays.hand_over(x, arrays[0])
             for x in _kda.backward(_arrays, do, dfinal_state, arrays, cu, options, needs)
@@ -279,6 +338,7 @@ def recurrent(call: dict[str, Any]) -> tuple[Any, Any]:
         result, key = _autograd.recurrent_seen(call)
         if result is not None:
             return result
+    check_tensors(_tensors_in(call))
     options = _options(call, RECURRENT_DEFAULTS)
     states, indices = call["initial_state"], call["state_indices"]
     accepted, cu_seqlens = call["num_accepted"], call["cu_seqlens"]
@@ -293,10 +353,11 @@ def recurrent(call: dict[str, Any]) -> tuple[Any, Any]:
         return _autograd.recurrent_kda(
             call, key, inputs, cu_seqlens, options, with_state, indices, accepted, in_place
         )
-    arrays = tuple(_arrays.wrap(array) for array in inputs)
+    arrays, cu = wrap(inputs), _arrays.wrap("cu_seqlens", cu_seqlens)
     if in_place:
         _arrays.check_writable("initial_state", states)
-    cu, indices, accepted = (_arrays.wrap(x) for x in (cu_seqlens, indices, accepted))
+    indices = _arrays.wrap("state_indices", indices)
+    accepted = _arrays.wrap("num_accepted", accepted)
     o, final_state = _kda.recurrent(
         _arrays, arrays, cu, options, with_state, indices, accepted, in_place
     )

@@ -21,6 +21,34 @@ from ._problem import (
 SAFE_LOWER_BOUND = -5.0
 
 
+def number(name: str, value: Any) -> float:
+    """Whatever counts as one: of Python, NumPy, or a tensor of one element."""
+    try:
+        if not isinstance(value, (str, bytes)):
+            return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    raise ArgumentError(f"{name}: found {value!r}, expected a number")
+
+
+def rows_of_a_chunk(chunk_size: Any) -> int:
+    found = chunk_size
+    if not isinstance(found, int) and hasattr(found, "__index__"):  # of NumPy, say
+        found = int(found)
+    if not isinstance(found, int) or found not in (32, 64):
+        raise ArgumentError(
+            f"chunk_size: found {chunk_size!r}, `chunk_size` must be either 32 or 64"
+        )
+    return found
+
+
+def check_rank(name: str, tensor: Any, rank: int) -> None:
+    if len(tensor.shape) != rank:
+        raise ArgumentError(
+            f"{name}: found shape {list(tensor.shape)}, expected {rank} dimensions"
+        )
+
+
 def take_state_layout(state_v_first: bool, kwargs: dict[str, Any]) -> bool:
     """The older name of state_v_first."""
     if "transpose_state_layout" not in kwargs:
@@ -48,7 +76,7 @@ def gate_of(use_gate_in_kernel: bool, lower_bound: float | None, A_log: Any) -> 
     if not use_gate_in_kernel:
         return GATE_NONE, 0.0
     if lower_bound is not None:
-        return GATE_LOWER_BOUND, float(lower_bound)
+        return GATE_LOWER_BOUND, number("lower_bound", lower_bound)
     if A_log is None:
         raise ArgumentError(
             "A_log: absent, expected [HV]: `A_log` must be given with use_gate_in_kernel=True "
@@ -83,10 +111,7 @@ def options_of(
     A_log: Any,
     chunk_size: int = 64,
 ) -> Options:
-    if chunk_size not in (32, 64):
-        raise ArgumentError(
-            f"chunk_size: found {chunk_size}, `chunk_size` must be either 32 or 64"
-        )
+    rows = rows_of_a_chunk(chunk_size)
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         raise ArgumentError(
             "allow_neg_eigval: found True, requires use_beta_sigmoid_in_kernel=True"
@@ -95,27 +120,19 @@ def options_of(
     return Options(
         gate,
         bound,
-        None if scale is None else float(scale),
+        None if scale is None else number("scale", scale),
         bool(use_qk_l2norm_in_kernel),
         bool(use_beta_sigmoid_in_kernel),
         bool(allow_neg_eigval),
         bool(state_v_first),
-        chunk_size,
+        rows,
     )
 
 
 def sizes_of(q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, cu: Any) -> Sizes:
     """The sizes that the shapes give; the first shape that does not fit is named."""
-    for name, tensor, rank in (("q", q, 4), ("k", k, 4), ("v", v, 4), ("g", g, 4)):
-        if not hasattr(tensor, "shape"):
-            raise ArgumentError(
-                f"{name}: found {type(tensor).__name__}, expected a tensor of torch or an array "
-                "that speaks DLPack (NumPy, CuPy, JAX)"
-            )
-        if len(tensor.shape) != rank:
-            raise ArgumentError(
-                f"{name}: found shape {list(tensor.shape)}, expected {rank} dimensions"
-            )
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("g", g)):
+        check_rank(name, tensor, 4)
     B, T, H, K = q.shape
     HV, V = v.shape[2], v.shape[3]
     if q.shape != k.shape:

@@ -13,12 +13,7 @@ _words = {word.strip() for word in os.environ.get("NATIVE_KDA_LOG", "").split(",
 dispatch = "dispatch" in _words
 execution = "exec" in _words
 
-if _words - {"dispatch", "exec"}:
-    raise ValueError(
-        f"environment variable NATIVE_KDA_LOG: found {sorted(_words)}, expected dispatch, exec or "
-        "both, separated by a comma"
-    )
-if _words:
+if dispatch or execution:
     # Asked for by variable, so that it must be seen where the program sets up no logging.
     logger.setLevel(logging.INFO)
     if not logger.handlers:
@@ -26,6 +21,13 @@ if _words:
         _handler.setFormatter(logging.Formatter("[native_kda] %(message)s"))
         logger.addHandler(_handler)
         logger.propagate = False
+
+if _words - {"dispatch", "exec"}:  # logs are no reason to stop a program
+    logger.warning(
+        "environment variable NATIVE_KDA_LOG: found %s, expected dispatch, exec or both, separated "
+        "by a comma; other words are ignored",
+        sorted(_words),
+    )
 
 _said: set[str] = set()
 
@@ -39,12 +41,14 @@ def once(text: str) -> None:
 
 
 def disabled(tracing: bool = False) -> bool:
-    """NATIVE_KDA_DISABLE=1 sends every call to flash-linear-attention.
+    """NATIVE_KDA_DISABLE=1 sends every call to flash-linear-attention; 0 and "" do not.
 
     torch.compile can look into os.environ but not into the module, which is ten times as fast."""
     name = "NATIVE_KDA_DISABLE"
-    value = os.environ.get(name, "") if tracing else _native.environment(name)
-    return value not in ("", "0")
+    value = (os.environ.get(name, "") if tracing else _native.environment(name)).strip()
+    if value not in ("", "0", "1"):
+        raise ValueError(f"environment variable {name}: found {value!r}, expected 0 or 1")
+    return value == "1"
 
 
 def chosen(tracing: bool = False) -> str:

@@ -83,6 +83,10 @@ class Options(NamedTuple):
 class Frame(Protocol):
     """What a route must know of its tensors."""
 
+    def check(self, name: str, tensor: Any, first: str, leader: Any) -> None:
+        """ArgumentError unless this is a tensor of the route's kind that may stand beside
+        `leader`, the tensor called `first`."""
+
     def describe(
         self, rows: list[tuple[str, Any]]
     ) -> tuple[tuple[tuple, ...], tuple[int, int]]:
@@ -163,12 +167,14 @@ def not_a_tensor(name: str, tensor: Any) -> ArgumentError:
     )
 
 
-def elsewhere(
-    name: str, found: tuple[int, int], first: str, device: tuple[int, int]
-) -> ArgumentError:
-    """For Frame.describe."""
-    places = [f"{DEVICE_TYPES[kind]}:{index}" for kind, index in (found, device)]
-    return ArgumentError(f"{name}: found on {places[0]}, expected {places[1]}, where {first} is")
+def elsewhere(name: str, found: Any, first: str, device: Any) -> ArgumentError:
+    """For Frame.check and Frame.describe."""
+    return ArgumentError(f"{name}: found on {found}, expected {device}, where {first} is; move it")
+
+
+def nowhere(name: str, found: Any) -> UnsupportedError:
+    """As elsewhere, for a device that nothing here serves."""
+    return UnsupportedError(f"{name}: found on {found}, expected one of {', '.join(DEVICE_TYPES)}")
 
 
 class Prepared(NamedTuple):

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from . import _native, _problem
 
@@ -18,6 +19,8 @@ _DTYPES = {
     torch.int64: _problem.I64,
 }
 _ID = _problem.ID
+# On meta tensors the operators tell shapes and dtypes.
+_PLACES = (*_problem.DEVICE_TYPES, "meta")
 _CPU = (_problem.CPU, 0)
 # The Stream object of torch.cuda.current_stream() costs microseconds; this is its number alone.
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -28,10 +31,41 @@ def _device(index: int) -> tuple[int, int]:
     return (_problem.CUDA, index) if index >= 0 else _CPU
 
 
+def check(name: str, tensor: Any, first: str, leader: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise _problem.ArgumentError(
+            f"{name}: found {type(tensor).__name__}, expected a tensor of torch, as {first} is; "
+            f"torch.as_tensor({name}, device={first}.device) makes one"
+        )
+    if tensor.layout is not torch.strided:
+        raise _problem.ArgumentError(
+            f"{name}: found layout {tensor.layout}, expected a dense tensor with strides"
+        )
+    if tensor.device != leader.device:
+        raise _problem.elsewhere(name, tensor.device, first, leader.device)
+    if tensor.device.type not in _PLACES:
+        raise _problem.nowhere(name, tensor.device)
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        raise _problem.ArgumentError(
+            f"{name}: found a tangent of forward-mode differentiation (make_dual, torch.func.jvp), "
+            "for which there is no rule here; use backward() or torch.autograd.grad"
+        )
+
+
+def check_no_gradient_of_states() -> None:
+    if not torch.is_inference_mode_enabled():
+        raise _problem.ArgumentError(
+            "return_intermediate_states: found True outside torch.inference_mode(), where alone it "
+            "is allowed: h has no gradient"
+        )
+
+
 def describe(rows: list[tuple[str, torch.Tensor]]) -> tuple[tuple, tuple[int, int]]:
     layouts = []
     first, tensor = rows[0]
-    index = tensor.get_device()
+    device, index = tensor.device, tensor.get_device()
+    if device.type not in _problem.DEVICE_TYPES:
+        raise _problem.nowhere(first, device)
     for name, tensor in rows:
         dtype = _DTYPES.get(tensor.dtype, 0)
         shape = tensor.shape
@@ -42,8 +76,8 @@ def describe(rows: list[tuple[str, torch.Tensor]]) -> tuple[tuple, tuple[int, in
                 f"{name}: found the imaginary part of a conjugate, expected a tensor with its own "
                 "values; resolve_neg() makes one"
             )
-        if tensor.get_device() != index:
-            raise _problem.elsewhere(name, _device(tensor.get_device()), first, _device(index))
+        if tensor.device != device:
+            raise _problem.elsewhere(name, tensor.device, first, device)
         layouts.append((_ID[name], dtype, shape, tensor.stride()))
     return tuple(layouts), _device(index)
 

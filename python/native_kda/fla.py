@@ -162,9 +162,9 @@ def _verify(function: str, args: tuple, kwargs: dict[str, Any]) -> tuple[bool, s
     bypass = getattr(_state, "bypass", False) and function != SCAN
     if not _enabled or function not in _signatures or bypass:
         return False, "native_kda is not enabled"
-    if _log.disabled():
-        return False, "NATIVE_KDA_DISABLE is set"
     try:
+        if _log.disabled():
+            return False, "NATIVE_KDA_DISABLE is set"
         call = _CALLS[function](args, kwargs)
         if function == "chunk_kda" and not _calls.was_seen(call):
             support.plan(call)
@@ -290,7 +290,8 @@ def enable(stages: bool = False) -> dict[str, str]:
 
     Returns:
         For each function of fla, how it is reached: "dispatch" through fla's registry, "replaced"
-        where that is dead, or "switched off" by FLA_NATIVE_KDA=0. ImportError if there is no fla.
+        where that is dead, or "switched off" by FLA_NATIVE_KDA=0 or NATIVE_KDA_DISABLE=1, of which
+        the latter is read again at each call. ImportError if there is no fla.
     """
     global _enabled
     _calls.load_torch()
@@ -316,7 +317,7 @@ def enable(stages: bool = False) -> dict[str, str]:
             if not _is_live(function):
                 raise RuntimeError(f"{function}: neither dispatch nor replacement came here")
         how[function] = "replaced" if function in _replaced else "dispatch"
-    return how
+    return dict.fromkeys(functions, "switched off") if _log.disabled() else how
 
 
 def disable() -> None:

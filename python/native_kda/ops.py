@@ -15,13 +15,24 @@ from ._problem import ArgumentError, UnsupportedError
 _BACKENDS = ("auto", "cuda", "cpu", "fla")
 
 
-def _check_backend(backend: str, q: Any) -> None:
+def check_backend(backend: str, q: Any) -> None:
     if backend not in _BACKENDS:
         raise ArgumentError(f"backend: found {backend!r}, expected one of {', '.join(_BACKENDS)}")
     if backend in ("cuda", "cpu"):
         kind = _calls.device_type(q)
         if backend != kind:
             raise ArgumentError(f"backend: found {backend!r} with tensors on {kind}")
+
+
+def why_fla(backend: str) -> str:
+    """Why every call goes to flash-linear-attention, "" if it does not."""
+    if backend == "fla":
+        return "backend='fla'"
+    if not _log.disabled(_calls.is_tracing()):
+        return ""
+    if backend != "auto":
+        raise UnsupportedError(f"backend: found {backend!r} with NATIVE_KDA_DISABLE set")
+    return "NATIVE_KDA_DISABLE is set"
 
 
 def _to_fla(function: str, reason: str, call: dict[str, Any], defaults: dict[str, Any]) -> Any:
@@ -50,13 +61,10 @@ def _dispatch(
 ) -> Any:
     """Native, or flash-linear-attention where the caller or the environment says so."""
     if backend != "auto":
-        _check_backend(backend, call["q"])
-        if backend == "fla":
-            return _to_fla(function, "backend='fla'", call, defaults)
-    if _log.disabled(_calls.is_tracing()):
-        if backend != "auto":
-            raise UnsupportedError(f"backend: found {backend!r} with NATIVE_KDA_DISABLE set")
-        return _to_fla(function, "NATIVE_KDA_DISABLE is set", call, defaults)
+        check_backend(backend, call["q"])
+    reason = why_fla(backend)
+    if reason:
+        return _to_fla(function, reason, call, defaults)
     try:
         return native(call)
     except UnsupportedError as error:

@@ -12,7 +12,10 @@ import sys
 
 
 def main(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help") or arguments == ["-m"]:
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0
+    if not arguments or arguments == ["-m"]:
         print(__doc__, file=sys.stderr)
         return 2
     import native_kda

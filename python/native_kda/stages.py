@@ -63,12 +63,18 @@ def _run(operation: str, outputs: tuple[str, ...], options: Options, **tensors: 
     """Runs a stage; the outputs in the order of their names."""
     number = _problem.OPERATIONS.index(operation)
     specs = SPECS[number]
+    required = tuple(spec.name for spec in specs if spec.required)
+    _calls.check_tensors(tensors, required)
+    options = options._replace(
+        scale=None if options.scale is None else _checks.number("scale", options.scale),
+        chunk_size=_checks.rows_of_a_chunk(options.chunk_size),
+    )
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     first = next(iter(given.values()))
     torch_route = _calls.is_torch(first)
     frame = _calls.torch_frame() if torch_route else _arrays
     if not torch_route:
-        given = {name: _arrays.Array(array) for name, array in given.items()}
+        given = {name: _arrays.Array(name, array) for name, array in given.items()}
         first = next(iter(given.values()))
     sizes = _sizes(_bind(specs, given))
     rows = []

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import _arrays, _calls, _kda, _native, _problem
-from ._problem import UnsupportedError
+from . import _arrays, _calls, _kda, _native, _problem, ops
+from ._problem import ArgumentError, UnsupportedError
+
+_FLOATS = ("bfloat16", "float16", "float32", "float64")  # as torch calls them
 
 
 def support_matrix() -> list[dict[str, str]]:
@@ -33,8 +35,13 @@ def is_supported(
         (supported, reason, implementation); reason is "" if supported, implementation "" if not.
     """
     call = {**_calls.CHUNK_DEFAULTS, "q": q, "k": k, "v": v, "g": g, "beta": beta, **arguments}
-    call.pop("backend", None)
+    backend = call.pop("backend", "auto")
     try:
+        if backend != "auto":
+            ops.check_backend(backend, q)
+        reason = ops.why_fla(backend)
+        if reason:
+            return False, reason, ""
         plans = [plan(call)] + ([plan(call, backward=True)] if backward else [])
     except (UnsupportedError, ValueError) as error:
         return False, str(error), ""
@@ -48,12 +55,12 @@ def plan(call: dict[str, Any], backward: bool = False) -> Any:
     frame: Any = _calls.torch_frame()
     if not _calls.is_torch(inputs[0]):
         frame = _arrays
-        inputs = tuple(_arrays.wrap(array) for array in inputs)
-        cu_seqlens = _arrays.wrap(cu_seqlens)
+        inputs, cu_seqlens = _calls.wrap(inputs), _arrays.wrap("cu_seqlens", cu_seqlens)
     else:
         inputs = frame.laid_out(inputs, frame.scattered(inputs))
     if not backward:
-        return _kda.prepare_forward(frame, inputs, cu_seqlens, options, with_state).plan
+        how = (options, with_state, bool(call["return_intermediate_states"]))
+        return _kda.prepare_forward(frame, inputs, cu_seqlens, *how).plan
     # The gradient of o, for its dtype and shape.
     do = frame.empty(tuple(inputs[2].shape), inputs[0].dtype, inputs[0])
     needs = (True,) * len(_kda.GRADIENTS)
@@ -69,26 +76,28 @@ def warmup(
     V: int | None = None,
     HV: int | None = None,
     *,
-    dtype: str = "bfloat16",
+    dtype: Any = "bfloat16",
     device: str = "cuda",
     backward: bool = True,
     **arguments: Any,
 ) -> None:
     """Runs chunk_kda once on zeros of this shape (torch), so that the first real call need not
-    load kernels. Nothing is compiled, here or ever. `arguments` are those of chunk_kda."""
+    load kernels. Nothing is compiled, here or ever. `dtype` is one of torch or its name,
+    `arguments` are those of chunk_kda."""
     import torch
 
-    from .ops import chunk_kda
-
+    name = str(dtype).removeprefix("torch.")
+    if name not in _FLOATS:
+        raise ArgumentError(f"dtype: found {dtype!r}, expected one of {', '.join(_FLOATS)}")
     V, HV = V or K, HV or H
-    io = dict(dtype=getattr(torch, dtype), device=device, requires_grad=backward)
+    io = dict(dtype=getattr(torch, name), device=device, requires_grad=backward)
     q, k = (torch.zeros(B, T, H, K, **io) for _ in range(2))
     v, g = torch.zeros(B, T, HV, V, **io), torch.zeros(B, T, HV, K, **io)
     beta = torch.zeros(B, T, HV, **io)
     if arguments.get("use_gate_in_kernel") and "A_log" not in arguments:
         arguments["A_log"] = torch.zeros(HV, device=device, requires_grad=backward)
         arguments["dt_bias"] = torch.zeros(HV * K, device=device, requires_grad=backward)
-    o, _ = chunk_kda(q, k, v, g, beta, **arguments)[:2]
+    o, _ = ops.chunk_kda(q, k, v, g, beta, **arguments)[:2]
     if backward:
         o.sum().backward()
     if o.is_cuda:

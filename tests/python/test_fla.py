@@ -301,7 +301,7 @@ def test_run_serves_an_unmodified_script(tmp_path, disabled):
 
 
 @pytest.mark.parametrize("name, value, how", [
-    ("NATIVE_KDA_DISABLE", "1", "dispatch"), ("KDA_IMPL", "cpu_chunk_bwd", "dispatch"),
+    ("KDA_IMPL", "cpu_chunk_bwd", "dispatch"), ("NATIVE_KDA_DISABLE", "1", "switched off"),
     ("FLA_NATIVE_KDA", "0", "switched off")])
 def test_the_proof_does_not_depend_on_the_environment(name, value, how):
     code = "import native_kda; print(native_kda.fla.enable()['chunk_kda'], native_kda.fla.hits())"

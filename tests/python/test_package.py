@@ -124,8 +124,12 @@ def test_log_variables(tmp_path):
     lines = python("-c", script, NATIVE_KDA_LOG="dispatch,exec").stderr.splitlines()
     assert [line.split()[1] for line in lines] == ["chunk_fwd", "cpu_chunk_fwd", "cpu_chunk_fwd"]
     assert all(line.startswith("[native_kda] ") for line in lines)
+    # A slip in the variable of a log stops nothing.
     wrong = python("-c", script, NATIVE_KDA_LOG="loud")
-    assert "NATIVE_KDA_LOG: found ['loud']" in wrong.stderr
+    assert wrong.returncode == 0 and wrong.stderr.count("\n") == 1
+    assert "NATIVE_KDA_LOG: found ['loud'], expected dispatch, exec or both" in wrong.stderr
+    partly = python("-c", script, NATIVE_KDA_LOG="exec,loud").stderr.splitlines()
+    assert [line.split()[1] for line in partly] == ["environment", "cpu_chunk_fwd", "cpu_chunk_fwd"]
 
 
 def test_disabled_without_fla_says_so():
@@ -135,6 +139,43 @@ def test_disabled_without_fla_says_so():
               "except native_kda.UnsupportedError as error: print(error)")
     result = python("-c", script, NATIVE_KDA_DISABLE="1")
     assert "NATIVE_KDA_DISABLE is set" in result.stdout and "cannot be imported" in result.stdout
+
+
+@pytest.mark.parametrize("value, sent", [("", False), ("0", False), (" 0", False), ("1", True),
+                                         (" 1 ", True), ("off", None), ("abc", None)])
+def test_the_words_of_the_kill_switch(monkeypatch, value, sent):
+    """What is neither yes nor no is an error, as in KDA_WORKSPACE_LIMIT."""
+    np = pytest.importorskip("numpy", reason="numpy is not installed")
+    x = np.ones((1, 2, 1, 4), np.float32)
+    monkeypatch.setenv("NATIVE_KDA_DISABLE", value)
+    monkeypatch.setattr(native_kda.ops, "_to_fla", lambda function, reason, *how: reason)
+    if sent is None:
+        with pytest.raises(ValueError, match=f"NATIVE_KDA_DISABLE: found '{value}', expected 0 or"):
+            native_kda.chunk_kda(x, x, x, -x, x[..., 0])
+        supported, reason, _ = native_kda.is_supported(x, x, x, -x, x[..., 0])
+        assert not supported and "NATIVE_KDA_DISABLE" in reason
+    else:
+        found = native_kda.chunk_kda(x, x, x, -x, x[..., 0])
+        assert (found == "NATIVE_KDA_DISABLE is set") if sent else len(found) == 2
+
+
+@pytest.mark.parametrize("program", ["doctor", "run"])
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help_is_asked_for_and_comes(program, option):
+    result = python("-m", f"native_kda.{program}", option)
+    assert result.returncode == 0 and result.stderr == ""
+    assert f"usage: python -m native_kda.{program}" in result.stdout
+
+
+@pytest.mark.parametrize("there", ["torch", "numpy", "neither"])
+def test_the_self_test_takes_what_is_there(there):
+    if there != "neither":
+        pytest.importorskip(there, reason=f"{there} is not installed")
+    block = "".join(f"sys.modules[{m!r}] = None; " for m in ("torch", "numpy") if m != there)
+    result = python("-c", f"import sys; {block}from native_kda import doctor; "
+                    "print(doctor._self_test('cpu'))")
+    wanted = "skipped: neither torch nor numpy" if there == "neither" else "passed"
+    assert result.stdout == f"{wanted}\n", result.stderr
 
 
 def test_run_needs_a_script():

@@ -1,0 +1,129 @@
+"""Derivatives that there are not: an error wherever one is asked for, never a wrong number."""
+
+import logging
+
+import pytest
+import reference
+
+import native_kda
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+forward_ad = pytest.importorskip("torch.autograd.forward_ad")
+
+TWICE = "once_differentiable|differentiate twice"
+
+
+def inputs(grad=True, T=6, dtype=torch.float64):
+    drawn = reference.numpy_inputs(B=1, T=T, H=1, HV=2, K=4, V=3)
+    return {n: torch.from_numpy(x).to(dtype).requires_grad_(grad) for n, x in drawn.items()
+            if n != "initial_state"}
+
+
+def test_second_derivatives_of_a_sum():
+    """The gradient of o needs none then; the gradients must all the same."""
+    for _ in range(2):
+        x = inputs()
+        y = native_kda.chunk_kda(**x)[0].sum()
+        (dk,) = torch.autograd.grad(y, x["k"], create_graph=True)
+        (plain,) = torch.autograd.grad(y, x["k"], retain_graph=True)
+        assert torch.equal(dk, plain), "once it may be asked for"
+        penalty = y + dk.square().sum()
+        for wanted in ([x["v"]], [x["q"]], list(x.values())):
+            with pytest.raises(RuntimeError, match=TWICE):
+                torch.autograd.grad(penalty, wanted, retain_graph=True, allow_unused=True)
+        with pytest.raises(RuntimeError, match=TWICE):
+            penalty.backward()
+
+
+def test_second_derivatives_of_one_argument_for_all():
+    q = torch.randn(1, 6, 1, 4, dtype=torch.float64, requires_grad=True)
+    f = native_kda.chunk_kda(q, q, q, -q * q, q[..., 0].sigmoid(), use_qk_l2norm_in_kernel=True)
+    (first,) = torch.autograd.grad(f[0].sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match=TWICE):
+        torch.autograd.grad(first.sum(), q)
+
+
+@pytest.mark.parametrize("name", ["q", "v", "g", "beta"])
+def test_forward_mode(name):
+    """Also where nothing requires grad, and where the call was made before."""
+    for grad in (False, True):
+        x = inputs(grad)
+        for function in (native_kda.chunk_kda, native_kda.fused_recurrent_kda):
+            with torch.no_grad():
+                function(**x)
+            with forward_ad.dual_level():
+                dual = {**x, name: forward_ad.make_dual(x[name].detach(), torch.ones_like(x[name]))}
+                with pytest.raises(native_kda.ArgumentError, match=f"^{name}: found a tangent"):
+                    function(**dual)
+                function(**x)
+
+        def of_one(tensor):
+            return native_kda.chunk_kda(**{**x, name: tensor})[0]
+
+        with pytest.raises(native_kda.ArgumentError, match=f"^{name}: found a tangent"):
+            torch.func.jvp(of_one, (x[name].detach(),), (x[name].detach(),))
+
+
+def test_forward_mode_of_stages():
+    g = inputs(False)["g"]
+    with forward_ad.dual_level(), pytest.raises(native_kda.ArgumentError, match="^g: .*tangent"):
+        native_kda.stages.gate_cumsum(forward_ad.make_dual(g, g))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("grad", [False, True])
+def test_traces_hold_the_call(grad):
+    """Not its result as a constant."""
+    names = tuple(inputs())
+
+    def call(*tensors):
+        return native_kda.chunk_kda(**dict(zip(names, tensors)), output_final_state=True)
+
+    def step(*tensors):
+        return native_kda.fused_recurrent_kda(**dict(zip(names, tensors)), output_final_state=True)
+
+    for function in (call, step):
+        first = inputs(grad, dtype=torch.float32)
+        function(*first.values())
+        traced = torch.jit.trace(function, tuple(first.values()), check_trace=False)
+        x = {n: (0.5 * t).detach().requires_grad_(grad) for n, t in
+             inputs(T=9, dtype=torch.float32).items()}
+        found, wanted = traced(*x.values()), function(*x.values())
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted))
+    if grad:
+        pairs = [torch.autograd.grad(f(*x.values())[0].square().sum(), list(x.values()))
+                 for f in (call, torch.jit.trace(call, tuple(first.values()), check_trace=False))]
+        assert all(torch.equal(a, b) for a, b in zip(*pairs))
+
+
+def test_decoding_says_that_it_has_no_gradients(monkeypatch, caplog):
+    monkeypatch.setattr(native_kda._log, "_said", set())
+    x = inputs(T=1, dtype=torch.float32)
+    bare = {n: t.detach() for n, t in x.items()}
+    with caplog.at_level(logging.WARNING, logger="native_kda"):
+        native_kda.fused_recurrent_kda(**bare)
+        with torch.no_grad():
+            native_kda.fused_recurrent_kda(**x)
+        assert not caplog.records
+        for _ in range(2):
+            assert not native_kda.fused_recurrent_kda(**x)[0].requires_grad
+    assert [r.getMessage()[:40] for r in caplog.records] == [
+        "fused_recurrent_kda has no gradients: it"]
+
+
+def test_states_that_require_grad_are_not_updated_in_place():
+    x = inputs(False, T=1, dtype=torch.float32)
+    states = torch.randn(1, 2, 4, 3, requires_grad=True)
+    before = states.detach().clone()
+    indices = torch.zeros(1, dtype=torch.int32)
+    for how in (dict(in_place=True), dict(state_indices=indices), dict(num_accepted=indices)):
+        for given in (states, states * 1):
+            for _ in range(2):
+                with torch.no_grad():  # remembered
+                    native_kda.fused_recurrent_kda(**x, initial_state=given.detach().clone(), **how)
+                with pytest.raises(native_kda.ArgumentError, match="^initial_state: .*requires grad"):
+                    native_kda.fused_recurrent_kda(**x, initial_state=given, **how)
+            assert torch.equal(given, before)
+    with torch.no_grad():
+        native_kda.fused_recurrent_kda(**x, initial_state=states, in_place=True)
+    assert not torch.equal(states, before)
