@@ -115,8 +115,8 @@ TEST(Sm90Prep, RecordsAndFlagsDoNotDependOnTheGrid) {
       const std::vector<unsigned char> one_an_item = c.records(0);
       for (const int32_t blocks : {1, 5, 16}) EXPECT_EQ(c.records(blocks), one_an_item) << blocks;
       // Of the third every block wants to leave and one has to stay; the last leaves some SMs.
-      for (const PrepRoom& room :
-           {PrepRoom{1, 0, 0}, PrepRoom{16, 0, 0}, PrepRoom{16, 256, 15}, PrepRoom{660, 40, 200}}) {
+      for (const PrepRoom& room : {PrepRoom{1, 0, 0}, PrepRoom{16, 0, 0}, PrepRoom{16, 256, 15},
+                                   PrepRoom{660, 40, 200, 92}}) {
         const Memory ready = filled((kItems + kPrepCounters) * sizeof(uint32_t), 0xff);
         EXPECT_EQ(c.records(0, room, static_cast<uint32_t*>(ready.get())), one_an_item)
             << room.blocks;

@@ -41,7 +41,7 @@ struct PrepRoom {
   int32_t blocks = 0;   ///< of the grid
   int32_t sms = 0;      ///< that blocks leave
   int32_t leaving = 0;  ///< blocks that may
-  int32_t at_once = 0;  ///< blocks that begin at once, one an SM
+  int32_t at_once = 0;  ///< blocks that begin at once, one an SM; 0: all
 };
 /// Words behind the flags of the records that blocks of `prep` count in.
 inline constexpr int kPrepTickets = 0;  ///< items taken
