@@ -51,6 +51,7 @@ def call_section(report: dict) -> str:
             values.append(format(value, form))
         return " / ".join(values)
 
+    report["rows"].sort(key=lambda row: (row["gate"] != "softplus", row["shape"]))
     graph = all("graph_forward_and_backward_ms" in row["native_kda"] for row in report["rows"])
     rows = []
     for row in report["rows"]:
@@ -76,13 +77,14 @@ def call_section(report: dict) -> str:
 
 def host_section(report: dict) -> str:
     """Host time of small calls."""
-    names = ["forward_us", "forward_with_autograd_us", "step_us", "decode_us"]
+    names = ["forward_us", "forward_with_autograd_us", "step_us", "step_in_one_thread_us"]
+    names.append("decode_us")
     rows = [
         [f"`{contender}`"] + [f"{host[name]:.0f}" if name in host else "" for name in names]
         for contender, host in report["host"].items()
     ]
     columns = ["microseconds", "forward, no_grad", "forward, gradients wanted"]
-    columns += ["forward and backward", "decode with a pool"]
+    columns += ["forward and backward", "in one thread", "decode with a pool"]
     return origin(report) + table(columns, rows)
 
 

@@ -6,11 +6,11 @@ usage: python bench/python/call_speed.py [--shapes S1,S3] [--gates softplus,lowe
 
 Both contenders run in one process, alternating; the L2 cache is flushed before each run; of N runs
 by CUDA events the median and the 20th and 80th percentile are reported, after the results of both
-were compared; of native_kda also those of a CUDA graph of forward and backward. bf16; l2norm, gate
-and sigmoid of beta inside; final state asked for. With --cpu only the host time of calls on tensors
-of a few elements is measured, most of which is Python; --no-host leaves that out. fla's kernels are
-tuned before they are timed: a first run takes minutes, and TRITON_CACHE_AUTOTUNING=1 keeps what it
-found for the next.
+were compared; also with torch's backward in the calling thread, and of native_kda those of a CUDA
+graph of forward and backward. bf16; l2norm, gate and sigmoid of beta inside; final state asked for.
+With --cpu only the host time of calls on tensors of a few elements is measured, most of which is
+Python; --no-host leaves that out. fla's kernels are tuned before they are timed: a first run takes
+minutes, and TRITON_CACHE_AUTOTUNING=1 keeps what it found for the next.
 """
 
 import argparse
@@ -171,6 +171,8 @@ def overhead(fla, device):
         row["forward_with_autograd_us"] = host_microseconds(
             lambda: function(**xg, **FLAGS, output_final_state=True))
         row["step_us"] = host_microseconds(step)
+        with torch.autograd.set_multithreading_enabled(False):
+            row["step_in_one_thread_us"] = host_microseconds(step)
         if name == "native_kda":
             row["decode_us"] = decode_microseconds(device)
         yield name, row
@@ -210,6 +212,10 @@ def compare(shape, gate, fla, repeat):
         }
         with torch.no_grad():
             row[name]["forward_peak_bytes"] = peak_bytes(lambda: function(**x, **options))
+    with torch.autograd.set_multithreading_enabled(False):
+        alone = times({n: lambda f=f: step(f) for n, f in calls.items()}, max(repeat // 2, 3))
+    for name, values in alone.items():
+        row[name]["in_one_thread_forward_and_backward_ms"] = percentiles(values)
     graph = captured(lambda: step(native_kda.chunk_kda))
     replays = times({"native_kda": graph}, max(repeat // 2, 3))["native_kda"]
     row["native_kda"]["graph_forward_and_backward_ms"] = percentiles(replays)

@@ -174,6 +174,8 @@ def _wants_gradients(tensors: tuple) -> bool:
 
 
 def _run_chunk(prepared: Prepared, tensors: tuple) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if prepared.copies:
+        tensors = _torch.laid_out(tensors, prepared.copies)
     if _wants_gradients(tensors):
         return _apply(*tensors, prepared)
     return _forward(prepared, _present(tensors))
@@ -218,11 +220,13 @@ def chunk_kda(
     if needs_operators(tensors):
         return _library.chunk_kda(inputs, cu_seqlens, options, with_state)
     keeps_h = bool(call["disable_recompute"]) and _wants_gradients(tensors)
-    prepared = _kda.prepare_forward(_torch, inputs, cu_seqlens, options, with_state, keeps_h)
+    copies = _torch.scattered(tensors)
+    ready = _torch.laid_out(tensors, copies)
+    prepared = _kda.prepare_forward(_torch, ready[:8], cu_seqlens, options, with_state, keeps_h)
     # Only where nothing was cast, reshaped or dropped.
     if all(a is b for a, b in zip(tensors, CHUNK_TENSORS(call))):
-        _keep(_calls, key, prepared)
-    return _run_chunk(prepared, tensors)
+        _keep(_calls, key, prepared._replace(copies=copies))
+    return _run_chunk(prepared, ready)
 
 
 def _refuse_gradients(tensors: tuple, in_place: bool) -> None:

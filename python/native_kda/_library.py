@@ -177,6 +177,7 @@ def chunk_kda(
     inputs: tuple, cu_seqlens: Any, options: Options, output_final_state: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The forward as an operator, with gradients."""
+    inputs = _torch.laid_out(inputs, _torch.scattered(inputs))
     o, final_state = torch.ops.native_kda.chunk_kda(
         *inputs, cu_seqlens, *options, output_final_state
     )

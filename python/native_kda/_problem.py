@@ -188,6 +188,7 @@ class Prepared(NamedTuple):
     device: tuple[int, int]
     outputs: tuple[tuple[str, tuple, Any], ...]  # name, shape, dtype
     models: tuple[int | None, ...]  # for each output a tensor of its shape and dtype, if any
+    copies: tuple[int, ...] = ()  # inputs that are laid out anew first: torch's route alone
 
 
 def _model(tensors: list[tuple[str, Any]], shape: tuple, dtype: Any) -> int | None:

@@ -101,10 +101,29 @@ def empty(shape: tuple, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
 empty_like = partial(torch.empty_like, memory_format=torch.contiguous_format)
 
 
+# Where channels that do not lie together are laid out anew, because kernels refuse them or read
+# them slowly.
+COPIES_ON = {"cuda"}
+
+
+def scattered(tensors: tuple) -> tuple[int, ...]:
+    """Which of q, k, v and g have channels that do not lie together, as those of a convolution."""
+    if tensors[0].device.type not in COPIES_ON:
+        return ()
+    return tuple(i for i, t in enumerate(tensors[:4]) if t.stride(-1) != 1 and t.shape[-1] != 1)
+
+
+def laid_out(tensors: tuple, which: tuple[int, ...]) -> tuple:
+    return tuple(t.contiguous() if i in which else t for i, t in enumerate(tensors))
+
+
 def dense(gradient: torch.Tensor) -> torch.Tensor:
-    """Gradients of sums come expanded. The Hopper kernels refuse strides of 0, and beside a
-    backward a copy costs nothing."""
-    return gradient.contiguous() if 0 in gradient.stride() else gradient
+    """Gradients of sums come expanded. The Hopper kernels refuse strides of 0 and channels that do
+    not lie together, and beside a backward a copy costs nothing."""
+    strides = gradient.stride()
+    if 0 in strides or strides[-1] != 1 and gradient.device.type in COPIES_ON:
+        return gradient.contiguous()
+    return gradient
 
 
 # Subclasses may mean anything by their memory.

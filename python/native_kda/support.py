@@ -56,14 +56,16 @@ def plan(call: dict[str, Any], backward: bool = False) -> Any:
     if not _calls.is_torch(inputs[0]):
         frame = _arrays
         inputs, cu_seqlens = _calls.wrap(inputs), _arrays.wrap("cu_seqlens", cu_seqlens)
+    else:
+        inputs = frame.laid_out(inputs, frame.scattered(inputs))
     if not backward:
         how = (options, with_state, bool(call["return_intermediate_states"]))
         return _kda.prepare_forward(frame, inputs, cu_seqlens, *how).plan
     # The gradient of o, for its dtype and shape.
     do = frame.empty(tuple(inputs[2].shape), inputs[0].dtype, inputs[0])
     needs = (True,) * len(_kda.GRADIENTS)
-    backward: Any = _kda.prepare_backward(frame, do, None, inputs, cu_seqlens, options, needs)
-    return backward.prepared.plan
+    found: Any = _kda.prepare_backward(frame, do, None, inputs, cu_seqlens, options, needs)
+    return found.prepared.plan
 
 
 def warmup(

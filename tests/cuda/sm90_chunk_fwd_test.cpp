@@ -1,5 +1,6 @@
 // sm90_chunk_fwd against the float64 reference on the same rounded inputs, in guarded memory and
 // under graph capture, and what it leaves to the generic row.
+#include <algorithm>
 #include <cmath>
 #include <initializer_list>
 #include <limits>
@@ -121,25 +122,25 @@ Case spoilt(const Case& c, std::initializer_list<TensorId> ids, int64_t token, d
   return other;
 }
 
-/// Tokens from `token` on are NaN, but for columns other than `column` if that is given; all else
-/// has the bits of `clean`.
-void expect_spoilt(const HostTensor& o, const HostTensor& clean, int64_t token, int64_t column) {
-  const int64_t V = o.shape[3];
-  for (int64_t i = token * V; i < o.count(); ++i) {
-    if (column < 0 || i % V == column) {
-      ASSERT_TRUE(std::isnan(o.get(i))) << "token " << i / V << ", column " << i % V;
+/// o is NaN where is_spoilt(token, column of the token's row) says so, and as in `clean` elsewhere.
+template <class IsSpoilt>
+void expect_spoilt(const HostTensor& o, const HostTensor& clean, IsSpoilt is_spoilt) {
+  const int64_t row = o.count() / o.shape[1];
+  for (int64_t i = 0; i < o.count(); ++i) {
+    if (is_spoilt(i / row, i % row)) {
+      ASSERT_TRUE(std::isnan(o.get(i))) << "token " << i / row << ", column " << i % row;
     } else {
-      ASSERT_EQ(o.get(i), clean.get(i)) << "token " << i / V << ", column " << i % V;
+      ASSERT_EQ(o.get(i), clean.get(i)) << "token " << i / row << ", column " << i % row;
     }
   }
 }
 
 /// Every tensor of a token in turn, not finite in one element.
-void expect_contained(const Case& c) {
+void expect_contained(const Case& c, std::initializer_list<int64_t> tokens) {
   SCOPED_TRACE(c.name);
   const TensorMap clean = run(c);
   const HostTensor& o = clean.at(kO);
-  for (const int64_t token : {1, 15, 16, 17, 31, 32, 50}) {
+  for (const int64_t token : tokens) {
     const HostTensor before = rows_of(o, 1, 0, token);
     const auto expect_prefix = [&](std::initializer_list<TensorId> ids, double value) {
       SCOPED_TRACE(fmt::format("{} = {} at {}", name_of(*ids.begin()), value, token));
@@ -149,12 +150,14 @@ void expect_contained(const Case& c) {
     };
     for (const TensorId id : {kK, kG, kBeta}) {
       const TensorMap results = expect_prefix({id}, std::nan(""));
-      expect_spoilt(results.at(kO), o, token, -1);
+      expect_spoilt(results.at(kO), o, [&](int64_t t, int64_t) { return t >= token; });
       const HostTensor& state = results.at(kFinalState);
       for (int64_t i = 0; i < state.count(); ++i) ASSERT_TRUE(std::isnan(state.get(i))) << i;
     }
     const TensorMap results = expect_prefix({kV}, std::nan(""));
-    expect_spoilt(results.at(kO), o, token, o.shape[3] / 3);
+    const int64_t spoilt_column = o.shape[3] / 3;
+    expect_spoilt(results.at(kO), o,
+                  [&](int64_t t, int64_t column) { return t >= token && column == spoilt_column; });
     const HostTensor q = expect_prefix({kQ}, std::nan("")).at(kO);
     const int64_t later = o.shape[1] - token - 1;
     EXPECT_EQ(rows_of(q, 1, token + 1, later).bytes, rows_of(o, 1, token + 1, later).bytes);
@@ -167,14 +170,77 @@ void expect_contained(const Case& c) {
 
 void expect_contained(DType io) {
   for (const int64_t K : {64, 128}) {
+    const auto expect = [](const CaseSpec& each) {
+      expect_contained(cases::generate(each), {1, 15, 16, 17, 31, 32, 50});
+    };
     CaseSpec spec = forward_spec({1, 70, 1, 1, K, 64, 0, 0}, io);
-    expect_contained(cases::generate(spec));
+    expect(spec);
     spec.family = Family::kDeep;
-    expect_contained(cases::generate(spec));
+    expect(spec);
     spec.family = Family::kUnit;
     spec.gate = K == 64 ? Gate::kSoftplus : Gate::kLowerBound;
     spec.qk_l2norm = spec.beta_sigmoid = true;
-    expect_contained(cases::generate(spec));
+    expect(spec);
+    spec.sizes.T = 170;
+    expect_contained(cases::generate(spec), {95, 128});
+  }
+}
+
+/// Where v is not finite.
+struct Spot {
+  int64_t token;
+  int64_t column;  ///< of the token's row
+  double value;
+  int64_t end;  ///< of its sequence
+};
+
+/// Only these columns change: o from their tokens on, and the final state of each sequence.
+void expect_columns_contained(const CaseSpec& spec, std::initializer_list<Spot> spots) {
+  SCOPED_TRACE(cases::describe(spec));
+  const Case c = cases::generate(spec);
+  const TensorMap clean = run(c);
+  Case other = c;
+  HostTensor& v = other.inputs.at(kV);
+  const int64_t row = v.count() / v.shape[1];
+  for (const Spot& spot : spots) v.set(spot.token * row + spot.column, spot.value);
+  const TensorMap results = run(other);
+  expect_spoilt(results.at(kO), clean.at(kO), [&](int64_t token, int64_t column) {
+    return std::any_of(spots.begin(), spots.end(), [&](const Spot& spot) {
+      return column == spot.column && token >= spot.token && token < spot.end;
+    });
+  });
+  const HostTensor& state = results.at(kFinalState);
+  const int64_t V = state.shape[3];
+  const int64_t head = state.shape[2] * V;
+  for (int64_t i = 0; i < state.count(); ++i) {
+    const int64_t sequence = i / (head * state.shape[1]);
+    const int64_t column = i / head % state.shape[1] * V + i % V;
+    const int64_t end = spec.cu_seqlens.empty() ? spec.sizes.T : spec.cu_seqlens[sequence + 1];
+    const bool is_spoilt = std::any_of(spots.begin(), spots.end(), [&](const Spot& spot) {
+      return column == spot.column && end == spot.end;
+    });
+    const bool is_right =
+        is_spoilt ? std::isnan(state.get(i)) : state.get(i) == clean.at(kFinalState).get(i);
+    ASSERT_TRUE(is_right) << "sequence " << sequence << ", column " << column;
+  }
+}
+
+// The forward takes v for finite at first: what is not, in the midst of a sequence, at its end, in
+// chunks one after the other, and in one of two warpgroups.
+TEST(Sm90ChunkForward, SpoiltChunksAmongPlainOnes) {
+  KDA_NEEDS_HOPPER();
+  const double nan = std::nan("");
+  const double infinity = std::numeric_limits<double>::infinity();
+  for (const DType io : {kBF16, kF16}) {
+    for (const int64_t heads : {1, 67}) {
+      CaseSpec spec = forward_spec({1, 170, heads, heads, 128, 128, 0, 0}, io);
+      const int64_t last = heads * 128 - 1;
+      expect_columns_contained(spec, {{70, 0, nan, 170}, {130, last, infinity, 170}});
+      expect_columns_contained(spec, {{31, 5, nan, 170}, {32, 70, nan, 170}, {165, 9, nan, 170}});
+      spec.cu_seqlens = {0, 0, 70, 162, 167};
+      spec.poison_tail = true;
+      expect_columns_contained(spec, {{40, 3, nan, 70}, {140, 90, -infinity, 162}});
+    }
   }
 }
 

@@ -95,6 +95,20 @@ def test_what_runs_by_default_on_hopper(V):
     assert native_kda.hits() == {"sm90_chunk_fwd": 3, "sm90_chunk_bwd": 3}
 
 
+@pytest.mark.skipif(not HOPPER, reason="not a Hopper GPU")
+def test_channels_of_a_convolution_on_hopper():
+    """Their layout, channels apart, is that of Kimi Linear in transformers."""
+    results = []
+    for apart in ((), ("q", "k", "v", "g")):
+        x = inputs(K=128, V=128)
+        y = {n: t.transpose(1, 3).contiguous().transpose(1, 3) if n in apart else t
+             for n, t in x.items()}
+        o, _ = native_kda.chunk_kda(**y, **FLAGS)
+        results.append((o, *torch.autograd.grad(o.float().square().sum(), list(x.values()))))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+    assert native_kda.hits() == {"sm90_chunk_fwd": 2, "sm90_chunk_bwd": 2}
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_packed_equals_separate(dtype):
     """VARLEN-03, VARLEN-11, VARLEN-16."""

@@ -342,6 +342,32 @@ def test_strided_inputs_are_used_as_they_are():
     assert torch.equal(o, same)
 
 
+def test_channels_that_do_not_lie_together_are_copied(monkeypatch):
+    """On CUDA, as the Hopper kernels refuse them; here where it can be seen without one."""
+    monkeypatch.setattr(native_kda._torch, "COPIES_ON", {"cpu"})
+    prepared = []
+    prepare = native_kda._problem.prepare
+    monkeypatch.setattr(native_kda._problem, "prepare", lambda frame, operation, sizes, options,
+                        tensors, *how: prepared.append(dict(tensors)) or prepare(
+                            frame, operation, sizes, options, tensors, *how))
+    x = inputs(T=23)
+    weights = torch.randn(x["v"].shape).transpose(1, 3).contiguous().transpose(1, 3)
+    results = []
+    for names in ((), ("q", "v", "g"), ("q", "v", "g")):
+        y = {n: t.detach().requires_grad_() for n, t in x.items()}
+        given = {n: t.transpose(1, 3).contiguous().transpose(1, 3) if n in names else t
+                 for n, t in y.items()}
+        o, _ = native_kda.chunk_kda(**given, **FLAGS)
+        results.append((o, *torch.autograd.grad(o, list(y.values()), weights)))
+    assert len(prepared) in (3, 6), "a call made before is not prepared again"
+    assert all(call[n].stride(-1) == 1 for call in prepared for n in call if n in "qkvgdo")
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other))
+    compiled = torch.compile(native_kda.chunk_kda, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(**given, **FLAGS)[0], results[0][0])
+    assert all(call[n].stride(-1) == 1 for call in prepared for n in call if n in "qkvg")
+
+
 def test_expanded_gradients():
     """Those of sums. What cannot take them must not run for that (strides of 0 on Hopper)."""
     x = inputs(T=12)

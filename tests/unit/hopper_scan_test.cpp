@@ -57,6 +57,7 @@ TEST(HopperScan, BlocksOfPrepLeaveAnSmForEachOfScan) {
   EXPECT_EQ(room.blocks, 5 * kSms);
   EXPECT_EQ(room.sms, 32);
   EXPECT_EQ(room.leaving, 5 * 32);
+  EXPECT_EQ(room.at_once, kSms - 32);
 }
 
 TEST(HopperScan, CutsSequencesOfFewHeads) {

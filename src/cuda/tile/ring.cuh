@@ -36,6 +36,18 @@ __device__ __forceinline__ void wait_for(uint64_t* barrier, uint32_t parity) {
   }
 }
 
+/// A phase of a barrier.
+struct Phase {
+  uint64_t* barrier;
+  uint32_t parity;
+};
+__device__ __forceinline__ void wait_for(const Phase& phase) {
+  wait_for(phase.barrier, phase.parity);
+}
+__device__ __forceinline__ bool is_over(const Phase& phase) {
+  return ::cuda::ptx::mbarrier_test_wait_parity(phase.barrier, phase.parity);
+}
+
 /// Makes this thread's writes to shared memory visible to TMA and wgmma: before the barrier that
 /// precedes their reads.
 __device__ __forceinline__ void publish_to_async_proxy() {

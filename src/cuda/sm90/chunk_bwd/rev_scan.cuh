@@ -114,16 +114,16 @@ struct ReverseConsumer : ForwardConsumer<IoType, HeadSize, Walk::kReverse> {
     wgmma_rs<Io, Major::kOuter>(state, y, ke.rows(0), true);
     wgmma_rs<Io, Major::kOuter>(state, y + 4, ke.rows(1), true);
     wgmma_commit();
-    this->store_o(R, c);
-    this->store_h(dh, c);
+    this->store_o(R, c, 0);
+    this->store_h(dh, c, 0);
     wgmma_wait<1>();  // that of qe has read grad_o
     if (c > 0) load_do(grad_o, next, c - 1);
     wgmma_wait<0>();
     this->release(position);
   }
 
-  __device__ void run() const {
-    float state[kState];
+  template <bool kTrusting>
+  __device__ __forceinline__ void walk(float (&state)[kState], int32_t) const {
     this->load_state(state);
     // Without a chunk the gradient passes bit for bit.
     const float mantissa = this->work.chunks > 0 ? this->p.mantissa : 1;
@@ -143,8 +143,6 @@ struct ReverseConsumer : ForwardConsumer<IoType, HeadSize, Walk::kReverse> {
     }
 #pragma unroll
     for (int i = 0; i < kState; ++i) state[i] *= mantissa * unit;
-    this->store_state(state);
-    this->finish_stores();
   }
 };
 

@@ -99,7 +99,7 @@ Status launch_scan(const ScanLaunch& scan, bool, cudaStream_t stream) {
       s.K == 64 ? scan_shared_bytes<64>(p.shape, has_h) : scan_shared_bytes<128>(p.shape, has_h);
   const int64_t blocks = heads * (columns / (p.shape.groups * kGroupColumns));
   void* arguments[] = {&p};
-  return launch_raw({scan.name, blocks, scan_threads(p.shape.groups),
+  return launch_raw({scan.name, blocks, scan_threads(p.shape.groups, scan.has_storing_warps),
                      static_cast<std::size_t>(bytes), scan.beside_last},
                     reinterpret_cast<const void*>(scan.kernel), arguments, stream);
 }
@@ -220,7 +220,8 @@ void forward_in_segments(Pipeline& run, int32_t segment) {
   scan.scale = static_cast<float>(run.scale());
   const ChunkForwardKernels kernels = kernels_of(prep);
   if (segment > 0) find_starts(run, scan, segment, kernels.summary);
-  run(launch_scan, ScanLaunch{"sm90_chunk_fwd_scan", scan, kernels.scan, beside || segment > 0});
+  run(launch_scan,
+      ScanLaunch{"sm90_chunk_fwd_scan", scan, kernels.scan, beside || segment > 0, true});
   run.finish();
 }
 

@@ -101,6 +101,7 @@ struct ScanLaunch {
   ScanParams params;
   void (*kernel)(ScanParams);
   bool beside_last = false;  ///< needs nothing of the launch before but what it waits for itself
+  bool has_storing_warps = false;
 };
 Status launch_scan(const ScanLaunch& scan, bool fp64, cudaStream_t stream);
 

@@ -41,6 +41,7 @@ struct PrepRoom {
   int32_t blocks = 0;   ///< of the grid
   int32_t sms = 0;      ///< that blocks leave
   int32_t leaving = 0;  ///< blocks that may
+  int32_t at_once = 0;  ///< blocks that begin at once, one an SM
 };
 /// Words behind the flags of the records that blocks of `prep` count in.
 inline constexpr int kPrepTickets = 0;  ///< items taken
@@ -53,7 +54,10 @@ inline constexpr int kGroupColumns = 64;
 inline constexpr int kMostGroups = 2;
 inline constexpr int kStages = 4;
 inline constexpr int kMostStages = 6;
-constexpr int scan_threads(int groups) { return groups * 128 + 32; }
+/// A warp more a group where it stores.
+constexpr int scan_threads(int groups, bool has_storing_warps) {
+  return groups * (has_storing_warps ? 160 : 128) + 32;
+}
 /// At most. A quarter of an SM holds 16384 registers: of three warps of a scan with two groups.
 inline constexpr int kScanRegisters = 168;
 
@@ -121,7 +125,7 @@ constexpr bool runs_beside(int64_t heads, int64_t V, int32_t sms) {
 }
 constexpr PrepRoom prep_room(int64_t scan_blocks, int32_t sms, int32_t blocks_an_sm) {
   const auto left = static_cast<int32_t>(scan_blocks);
-  return {sms * blocks_an_sm, left, left * blocks_an_sm};
+  return {sms * blocks_an_sm, left, left * blocks_an_sm, sms - left};
 }
 static_assert(scan_shared_bytes<128>({1, kMostStages}, true) <= 226 * 1024);
 static_assert(scan_shared_bytes<128>({kMostGroups, kStages}, true) <= 226 * 1024);

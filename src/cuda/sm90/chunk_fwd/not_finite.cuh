@@ -28,6 +28,14 @@ __device__ __forceinline__ bool any_not_finite(const uint32_t (&x)[8]) {
   return __any_sync(~0u, (nothing & 0x7fff7fffu) != 0) != 0;
 }
 
+template <int N>
+__device__ __forceinline__ bool all_finite(const float (&x)[N]) {
+  float nothing = 0;
+#pragma unroll
+  for (const float value : x) nothing = fmaf(value, 0, nothing);
+  return nothing == 0;
+}
+
 /// Zeros in the place of elements that are not finite. Later tokens, which may read them, read 0
 /// too: they get their NaN by spoil_from.
 template <class Io>

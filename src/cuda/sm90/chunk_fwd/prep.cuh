@@ -22,7 +22,8 @@
 // same whatever follows.
 //
 // A scan may run beside and read records as they are finished (PrepParams::ready): the grid then
-// fills the GPU, and the blocks of the first SMs make room for it (PrepRoom). Flags and counters
+// fills the GPU, and the blocks of the first SMs make room for it (PrepRoom); those of the others
+// begin by turns, for the scan waits for the first records. Flags and counters
 // are cleared ahead in the stream. The scan waits only for blocks that are running or done.
 //
 // Loops over tokens are rolled: unrolled, the code misses the instruction cache, which costs more
@@ -187,6 +188,7 @@ struct PrepBlock {
     }
     if (warp() == 3) {
       number = p.ready != nullptr ? number_after(p, 0) : blockIdx.x;
+      if (p.ready != nullptr) wait_for_turn(p, number);
       find_item(shared.item[0], p, number);
     }
     __syncthreads();

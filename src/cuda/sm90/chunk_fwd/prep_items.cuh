@@ -100,6 +100,15 @@ __device__ __forceinline__ bool stays(const PrepParams& p) {
   return true;
 }
 
+/// What a scan waits for is the first records, which all blocks of an SM at once are slow to make:
+/// they begin one after the other. All lanes of a warp; number: lane 0's first one.
+__device__ __forceinline__ void wait_for_turn(const PrepParams& p, uint32_t number) {
+  constexpr int64_t kCycles = 4000;
+  const uint32_t turn = __shfl_sync(~0u, number, 0) / static_cast<uint32_t>(p.room.at_once);
+  const int64_t end = clock64() + turn * kCycles;
+  while (clock64() < end) __nanosleep(200);
+}
+
 __device__ __forceinline__ bool is_wide(const Tensor& t) {
   return t.dtype != kBFloat16 && t.dtype != kFloat16;
 }

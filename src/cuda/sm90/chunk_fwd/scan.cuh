@@ -4,7 +4,8 @@
 // Grid: one block a (sequence or segment of it, value head, tile of columns), columns fastest, so
 // that the blocks of a head share its records in L2.
 //
-// Warps: `groups` consumer warpgroups of 64 columns each, then one warp that loads. A consumer
+// Warps: `groups` consumer warpgroups of 64 columns each, one warp that loads, and for kForward one
+// a warpgroup that stores: with few heads time is that of a consumer's instructions. A consumer
 // keeps S^T [64 v x K k] in fp32 accumulators. Per chunk of 32 tokens, in the record's letters
 // (config.h), where ke = k 2^G, qe = q 2^G, kg = k 2^(G_end - G), T = (I + L)^-1 diag(beta),
 // P = scores:
@@ -24,12 +25,18 @@
 //   4 stages of: record 29696, v 2 x 4096          151552
 //   staging of o 2 x 2 x 4096                       16384
 //   staging of h 2 x 16384 (where h is wanted)      32768
-//   barriers                                           96
+//   barriers                                          144
 // One warpgroup alone on an SM has 6 stages, so that records arrive in time while prep runs.
 //
 // Barriers, each per stage: `full`: the loading lane's arrival with the bytes of the record and of
-// v; consumers wait. `empty`: one arrival a consumer thread; the loading lane waits. Named barriers
-// 1 + g: within consumer warpgroup g (staging).
+// v; consumers wait. `empty`: one arrival a consumer thread; the loading lane waits. For each
+// buffer of a staging that a warp stores: a named barrier where the consumers arrive and that warp
+// waits, and `o_free` or `h_free`, where its lane arrives once the copy has read it. Named barriers
+// 1 + g: within consumer warpgroup g (rows of a tail; staging without storing warps).
+//
+// kForward takes v for finite: no instruction of a chunk looks. What is not finite would reach back
+// to earlier tokens of its chunk; but it also stays in the state, so a block whose last state is
+// not finite walks once more, with care (not_finite.cuh), before it stores the state.
 //
 // Beside prep (ScanParams.ready) the loading warp also waits for the flags of the records.
 //
@@ -37,411 +44,30 @@
 // the checkpoint at its first token, and leaves v_new alone.
 #pragma once
 
-#include <cuda/ptx>
-
-#include "cuda/ptx/barrier.cuh"
-#include "cuda/ptx/ldmatrix.cuh"
-#include "cuda/ptx/stmatrix.cuh"
-#include "cuda/ptx/wgmma.cuh"
-#include "cuda/sm90/chunk_fwd/config.h"
-#include "cuda/sm90/chunk_fwd/not_finite.cuh"
+#include "cuda/sm90/chunk_fwd/scan_consumer.cuh"
 #include "cuda/sm90/chunk_fwd/scan_load.cuh"
-#include "cuda/tile/convert.cuh"
-#include "cuda/tile/fragment.cuh"
-#include "cuda/tile/ring.cuh"
-#include "cuda/tile/sequence.cuh"
+#include "cuda/sm90/chunk_fwd/scan_store.cuh"
 
 namespace kda::cuda::sm90 {
 
-inline constexpr int32_t kFloat32 = 3;  ///< value of kda::DType
-
-/// Keeps what is computed with x on this side of the asm statements before.
-template <int N>
-__device__ __forceinline__ void pin(float (&x)[N]) {
-#pragma unroll
-  for (float& value : x) asm volatile("" : "+f"(value));
+/// A walk by all warps of a block. before: chunks of an earlier one.
+template <class Consumer, bool kTrusting>
+__device__ __forceinline__ void walk_chunks(const ScanParams& p, const ForwardWork& work,
+                                            const ForwardMemory<Consumer::K>& memory,
+                                            ForwardBarriers& barriers, const Consumer& consumer,
+                                            float (&state)[Consumer::kState], int32_t before,
+                                            int warp) {
+  if (warp < 4 * p.shape.groups) {
+    consumer.template walk<kTrusting>(state, before);
+  } else if (warp == 4 * p.shape.groups) {
+    load_chunks<typename Consumer::Io, Consumer::K, Consumer::kWalk>(p, work, memory, barriers,
+                                                                     before);
+  } else if constexpr (kHasStoringWarps<Consumer::kWalk>) {
+    const int group = warp - 4 * p.shape.groups - 1;
+    store_chunks<typename Consumer::Io, Consumer::K, Consumer::kWalk>(p, work, memory, barriers,
+                                                                      group, before);
+  }
 }
-
-/// A consumer warpgroup.
-template <class IoType, int HeadSize, Walk kOwnWalk = Walk::kForward>
-struct ForwardConsumer {
-  using Io = IoType;
-  static constexpr int K = HeadSize;
-  static constexpr Walk kWalk = kOwnWalk;
-  static constexpr bool kHasO = kWalk == Walk::kForward;
-  static constexpr bool kSplitBeta = kWalk == Walk::kRescan || kWalk == Walk::kReverse;
-  static constexpr int kState = K / 2;  ///< accumulator registers of S^T
-
-  const ScanParams& p;
-  const ForwardWork& work;
-  const ForwardMemory<K>& memory;
-  ForwardBarriers& barriers;
-  int group;
-  int thread;  ///< of the warpgroup
-  FragmentLane at;
-  TransposedLane lines;
-
-  __device__ ForwardConsumer(const ScanParams& params, const ForwardWork& range,
-                             const ForwardMemory<K>& shared, ForwardBarriers& sync, int warp,
-                             int lane)
-      : p(params),
-        work(range),
-        memory(shared),
-        barriers(sync),
-        group(warp / 4),
-        thread(warp % 4 * 32 + lane),
-        at(warp % 4, lane),
-        lines(warp % 4, lane) {}
-
-  __device__ __forceinline__ void sync() const { barrier_sync(1 + group, 128); }
-
-  /// This thread is done with a stage. Every thread arrives, not one a warp: it costs no time, and
-  /// racecheck follows it.
-  __device__ __forceinline__ void release(const StagePosition& position) const {
-    ptx::mbarrier_arrive(&barriers.empty[position.stage]);
-  }
-
-  /// f(register, offset in the tensor) for every element of S^T that this thread holds; `column` is
-  /// that of the warpgroup's first.
-  template <class F>
-  __device__ __forceinline__ void each_element(const Tensor& t, int64_t row, int64_t column,
-                                               F f) const {
-    const int64_t base = row * t.stride[0] + work.hv * t.stride[1] +
-                         (column + at.row) * t.stride[3] + at.column * t.stride[2];
-#pragma unroll
-    for (int i = 0; i < kState; ++i) {
-      f(i, base + (i / 4 * 8 + i % 2) * t.stride[2] + i / 2 % 2 * 8 * t.stride[3]);
-    }
-  }
-
-  /// f(elements of the state tensor), which is fp32 or 16-bit.
-  template <class F>
-  static __device__ __forceinline__ void with_state(const Tensor& t, F f) {
-    if (t.dtype == kFloat32) {
-      f(static_cast<float*>(t.data));
-    } else {
-      f(static_cast<Io*>(t.data));
-    }
-  }
-
-  /// Of this warpgroup: columns of the transition, and not of V.
-  __device__ __forceinline__ bool in_transition() const {
-    return kWalk == Walk::kSummary && column() >= p.heads.V;
-  }
-
-  __device__ __forceinline__ void load_identity(float (&state)[kState]) const {
-    const int row = static_cast<int>(column() - p.heads.V) + at.row;
-#pragma unroll
-    for (int i = 0; i < kState; ++i) {
-      state[i] = i / 4 * 8 + i % 2 + at.column == row + i / 2 % 2 * 8 ? 1 : 0;
-    }
-  }
-
-  /// Of `starts`, which kRescan finds in h; wrong cu_seqlens must not lead out of it.
-  __device__ __forceinline__ int64_t start_row() const {
-    if constexpr (kWalk != Walk::kRescan) return work.segment.row;
-    return min(int64_t{work.first_h}, p.h_row_count - 1);
-  }
-
-  /// kForward takes initial_state only where no other block of its launch can have written
-  /// final_state, which may be the same memory: where a sequence is cut, it takes the copy that the
-  /// summary has made.
-  __device__ __forceinline__ void load_state(float (&state)[kState]) const {
-    if (in_transition()) return load_identity(state);
-    const bool is_first = work.segment.index == 0;
-    if (is_first ? p.initial_state.data == nullptr : kWalk == Walk::kSummary) {
-#pragma unroll
-      for (int i = 0; i < kState; ++i) state[i] = 0;
-      return;
-    }
-    const bool given = is_first && (kWalk != Walk::kForward || work.segment.is_last);
-    with_state(given ? p.initial_state : p.starts, [&](auto* from) {
-      each_element(given ? p.initial_state : p.starts, given ? work.sequence : start_row(),
-                   column(),
-                   [&](int i, int64_t offset) { state[i] = to_real<float>(from[offset]); });
-    });
-    if (kWalk == Walk::kSummary) store_state(state, p.starts, work.segment.row, column());
-  }
-
-  __device__ __forceinline__ void store_state(const float (&state)[kState], const Tensor& t,
-                                              int64_t row, int64_t first_column) const {
-    with_state(t, [&]<class T>(T* to) {
-      each_element(t, row, first_column,
-                   [&](int i, int64_t offset) { to[offset] = from_real<T>(state[i]); });
-    });
-  }
-
-  /// What the walk leaves: for a segment that others follow nothing, or the start of the next one
-  /// and the transition.
-  __device__ __forceinline__ void store_state(const float (&state)[kState]) const {
-    if (in_transition()) {
-      store_state(state, p.transitions, work.segment.row, column() - p.heads.V);
-    } else if (kWalk == Walk::kSummary) {
-      store_state(state, p.starts, work.segment.row + 1, column());
-    } else if (p.final_state.data != nullptr && work.segment.is_last) {
-      store_state(state, p.final_state, work.sequence, column());
-    }
-  }
-
-  /// Part of the fragments of a panel that this thread writes or reads, transposing.
-  __device__ __forceinline__ uint32_t panel_line(const unsigned char* panel, int step) const {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(panel)) + lines.offset(step);
-  }
-
-  /// h^T packed, through the staging to the checkpoint. What left the staging before was waited
-  /// for in store_o since.
-  __device__ __forceinline__ void store_h(const uint32_t (&h)[kState / 2], int32_t chunk) const {
-    const int shift = p.chunk_size == 2 * kChunk ? 1 : 0;
-    if (p.h.data == nullptr) return;
-    // h stands before the chunks of its row, dh behind them.
-    const bool ends_row = (chunk & shift) == shift || chunk + 1 == work.chunks;
-    if (kWalk == Walk::kReverse ? !ends_row : (chunk & shift) != 0) return;
-    unsigned char* const staging = memory.h(group);
-#pragma unroll
-    for (int step = 0; step < K / 16; ++step) {
-      stmatrix_transposed(panel_line(staging, step), h + 4 * step);
-    }
-    publish_to_async_proxy();
-    sync();
-    if (thread != 0) return;
-    const int32_t to[4] = {column(), 0, static_cast<int32_t>(work.hv),
-                           work.first_h + (chunk >> shift)};
-    ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &p.h_map, to, staging);
-    ptx::cp_async_bulk_commit_group();
-  }
-
-  /// First of this warpgroup's columns of V.
-  __device__ __forceinline__ int32_t column() const {
-    return static_cast<int32_t>(work.v0) + group * kGroupColumns;
-  }
-
-  /// Rows of o of a chunk, from registers through the staging to memory. Two buffers: the barrier
-  /// that orders writing before reading also tells that the copies from the other one are over.
-  __device__ __forceinline__ void store_o(const uint32_t (&o)[8], int32_t chunk) const {
-    unsigned char* const staging = memory.o(group) + chunk % 2 * kTokenPanelBytes;
-    stmatrix_transposed(panel_line(staging, 0), o);
-    stmatrix_transposed(panel_line(staging, 1), o + 4);
-    publish_to_async_proxy();
-    if (thread == 0) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>{});
-    sync();
-    const int rows = rows_of(work, chunk);
-    const int64_t token = work.range.begin + int64_t{chunk} * kChunk;
-    if (rows < kChunk) {  // the rows behind may be another sequence's
-      constexpr int kRowsAtOnce = 128 / 8;
-      Io* const to = static_cast<Io*>(p.o.data) +
-                     token_offset(p.o, work.range.batch, token, work.hv) + column() +
-                     thread % 8 * kUnitElements;
-#pragma unroll
-      for (int row = thread / 8; row < kChunk; row += kRowsAtOnce) {
-        if (row < rows) {
-          *reinterpret_cast<uint4*>(to + row * p.o.stride[1]) =
-              *reinterpret_cast<const uint4*>(staging + unit_offset(row, thread % 8));
-        }
-      }
-    } else if (thread == 0) {
-      const int32_t to[4] = {column(), static_cast<int32_t>(work.hv), static_cast<int32_t>(token),
-                             static_cast<int32_t>(work.range.batch)};
-      ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &p.o_map, to, staging);
-      ptx::cp_async_bulk_commit_group();
-    }
-  }
-
-  /// Once a chunk's stage is full: its tile of v or do.
-  __device__ __forceinline__ void load_tokens(uint32_t (&x)[8], const StagePosition& position,
-                                              int32_t chunk) const {
-    wait_for(&barriers.full[position.stage], position.parity);
-    if (in_transition()) {
-#pragma unroll
-      for (uint32_t& pair : x) pair = 0;
-      return;
-    }
-    read_tokens(x, position.stage, chunk);
-  }
-
-  /// Transposed; zeros beyond the sequence, where the tile may hold rows of another.
-  __device__ __forceinline__ void read_tokens(uint32_t (&x)[8], int stage, int32_t chunk) const {
-    const unsigned char* const tile = memory.v(stage, group);
-    ldmatrix_transposed(x, panel_line(tile, 0));
-    ldmatrix_transposed(x + 4, panel_line(tile, 1));
-    const int rows = rows_of(work, chunk);
-    if (rows == kChunk) return;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int token = i / 2 * 8 + at.column;
-      x[i] = token < rows ? (token + 1 < rows ? x[i] : x[i] & 0xffffu) : 0;
-    }
-  }
-
-  /// The first token whose v is not finite in each of the lane's columns of V; kChunk: none.
-  __device__ __forceinline__ void first_spoilt(int (&first)[2], int stage, int32_t chunk) const {
-    uint32_t x[8];
-    read_tokens(x, stage, chunk);
-    first_not_finite<Io>(first, x, at);
-  }
-
-  /// NaN in each column of V from its first token on whose v is not finite.
-  __device__ __forceinline__ void spoil_o(uint32_t (&o)[8], int stage, int32_t chunk) const {
-    int first[2];
-    first_spoilt(first, stage, chunk);
-    spoil_from(first, o, at);
-  }
-  /// The state of these columns.
-  __device__ __forceinline__ void spoil_state(float (&state)[kState], int stage,
-                                              int32_t chunk) const {
-    int first[2];
-    first_spoilt(first, stage, chunk);
-#pragma unroll
-    for (int i = 0; i < kState; ++i) {
-      if (first[i / 2 % 2] < kChunk) state[i] = __int_as_float(0x7fffffff);
-    }
-  }
-
-  /// Split beta of the columns of pair i of packed accumulators [64 x 32].
-  __device__ __forceinline__ float2 beta_of(const unsigned char* record, int i) const {
-    return *reinterpret_cast<const float2*>(record + Record<K>::kBeta +
-                                            (i / 2 * 8 + at.column) * 4);
-  }
-
-  __device__ __forceinline__ void decay(float (&state)[kState], const unsigned char* record) const {
-    const auto* const factor = reinterpret_cast<const float*>(record + Record<K>::kDecay);
-#pragma unroll
-    for (int i = 0; i < kState / 4; ++i) {
-      const float2 f = *reinterpret_cast<const float2*>(factor + 8 * i + at.column);
-      state[4 * i] *= f.x;
-      state[4 * i + 1] *= f.y;
-      state[4 * i + 2] *= f.x;
-      state[4 * i + 3] *= f.y;
-    }
-    pin(state);  // here, under the product in flight, and not where the compiler would sink it to
-  }
-
-  /// The products before the last `Groups` are over at this point in any case. Without this
-  /// statement the compiler waits for all before it lets the state, their result, be used.
-  template <int Groups>
-  static __device__ __forceinline__ void older_products_are_over() {
-    wgmma_wait<Groups>();
-  }
-
-  /// Z = h^T tile^T with h^T the state, packed; the second half of it under the first half's
-  /// products. The last group of products is left open.
-  template <class Tile>
-  __device__ __forceinline__ void multiply_packed(float (&Z)[16], uint32_t (&h)[kState / 2],
-                                                  const float (&state)[kState],
-                                                  const Tile& tile) const {
-#pragma unroll
-    for (int step = 0; step < K / 16; ++step) {
-      if (step % 4 == 0) {
-        if (step > 0) {
-          wgmma_commit();
-          older_products_are_over<1>();
-        }
-#pragma unroll
-        for (int i = 4 * step; i < 4 * step + 16; ++i) {
-          h[i] = pack<Io>(state[2 * i], state[2 * i + 1]);
-        }
-        wgmma_fence();
-      }
-      wgmma_rs<Io, Major::kSummed>(Z, h + 4 * step, tile.columns(step), step > 0);
-    }
-  }
-
-  /// v: of chunk c, and afterwards of the one that follows.
-  __device__ __forceinline__ void chunk(float (&state)[kState], uint32_t (&v)[8], int32_t c,
-                                        const StagePosition& position,
-                                        const StagePosition& next) const {
-    const unsigned char* const record = memory.record(position.stage);
-    const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(record));
-    const PanelTile<2 * kChunk> ke{address + Record<K>::kRead};
-    [[maybe_unused]] const PanelTile<2 * kChunk> qe{address + Record<K>::kRead +
-                                                    kChunk * kPanelRowBytes};
-    const PanelTile<kChunk> kg{address + Record<K>::kUpdate};
-    const SquareTile T{address + Record<K>::kSolve};
-    [[maybe_unused]] const SquareTile P{address + Record<K>::kScores};
-
-    uint32_t h[kState / 2];
-    float Z[16];
-    [[maybe_unused]] float O[16];
-    multiply_packed(Z, h, state, ke);
-    wgmma_commit();
-    if constexpr (kHasO) {
-#pragma unroll
-      for (int step = 0; step < K / 16; ++step) {
-        wgmma_rs<Io, Major::kSummed>(O, h + 4 * step, qe.columns(step), step > 0);
-      }
-      wgmma_commit();
-    }
-    // v that is not finite must not meet the zeros above the diagonals of T and P.
-    const bool spoilt = kHasO && any_not_finite<Io>(v);
-    if (spoilt) clear_not_finite<Io>(v);
-    older_products_are_over<kHasO ? 2 : 1>();
-    decay(state, record);
-    wgmma_wait<kHasO ? 1 : 0>();
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float2 value = unpack<Io>(v[i]);
-      float2 rest{value.x - Z[2 * i], value.y - Z[2 * i + 1]};
-      if constexpr (kSplitBeta) {
-        const float2 beta = beta_of(record, i);
-        rest = {beta.x * rest.x, beta.y * rest.y};
-      }
-      v[i] = pack<Io>(rest.x, rest.y);  // r
-    }
-    float V[16];
-    wgmma_fence();
-    wgmma_rs<Io, Major::kSummed>(V, v, T.columns(0), false);
-    wgmma_rs<Io, Major::kSummed>(V, v + 4, T.columns(1), true);
-    wgmma_commit();
-    wgmma_wait<0>();
-    if constexpr (kWalk != Walk::kSummary) store_h(h, c);
-    uint32_t v_new[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) v_new[i] = pack<Io>(V[2 * i], V[2 * i + 1]);
-    wgmma_fence();
-    if constexpr (kHasO) {
-      wgmma_rs<Io, Major::kSummed>(O, v_new, P.columns(0), true);
-      wgmma_rs<Io, Major::kSummed>(O, v_new + 4, P.columns(1), true);
-      wgmma_commit();
-    }
-    wgmma_rs<Io, Major::kOuter>(state, v_new, kg.rows(0), true);
-    wgmma_rs<Io, Major::kOuter>(state, v_new + 4, kg.rows(1), true);
-    wgmma_commit();
-    if constexpr (kHasO) {
-      wgmma_wait<1>();
-      uint32_t o[8];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) o[i] = pack<Io>(p.scale * O[2 * i], p.scale * O[2 * i + 1]);
-      if (spoilt) spoil_o(o, position.stage, c);
-      store_o(o, c);
-    } else if constexpr (kWalk != Walk::kSummary) {
-      store_o(v_new, c);
-    }
-    if (c + 1 < work.chunks) load_tokens(v, next, c + 1);
-    wgmma_wait<0>();
-    if (spoilt) spoil_state(state, position.stage, c);
-    release(position);
-  }
-
-  __device__ void run() const {
-    float state[kState];
-    load_state(state);
-    StagePosition position;
-    uint32_t v[8];
-    if (work.chunks > 0) load_tokens(v, position, 0);
-    for (int32_t c = 0; c < work.chunks; ++c) {
-      StagePosition next = position;
-      next.advance(memory.stages);
-      chunk(state, v, c, position, next);
-      position = next;
-    }
-    store_state(state);
-    finish_stores();
-  }
-
-  /// The staging may go once the copies have read it.
-  __device__ __forceinline__ void finish_stores() const {
-    if (thread == 0) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>{});
-  }
-};
 
 /// Consumer: ForwardConsumer or what walks like it.
 template <class Consumer>
@@ -455,21 +81,22 @@ __global__ void __maxnreg__(kScanRegisters) sm90_chunk_scan(const __grid_constan
   const ForwardWork work = forward_work(p);
   if (Consumer::kWalk != Walk::kRescan && p.segment > 0) cudaGridDependencySynchronize();
   if (nothing_to_do<Consumer::kWalk>(p, work)) return;
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
-  const ForwardMemory<Consumer::K> memory{dynamic, p.shape.groups, p.shape.stages};
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < p.shape.stages; ++i) {
-      ptx::mbarrier_init(&barriers.full[i], 1);
-      ptx::mbarrier_init(&barriers.empty[i], static_cast<uint32_t>(128 * p.shape.groups));
-    }
-    ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
-  }
+  if (threadIdx.x == 0) init(barriers, p.shape);
   __syncthreads();
-  if (warp < 4 * p.shape.groups) {
-    Consumer(p, work, memory, barriers, warp, static_cast<int>(threadIdx.x) % 32).run();
-  } else {
-    load_chunks<typename Consumer::Io, Consumer::K, Consumer::kWalk>(p, work, memory, barriers);
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+  const bool consumes = warp < 4 * p.shape.groups;
+  const ForwardMemory<Consumer::K> memory{dynamic, p.shape.groups, p.shape.stages};
+  const Consumer consumer(p, work, memory, barriers, warp, static_cast<int>(threadIdx.x) % 32);
+  float state[Consumer::kState];
+  constexpr bool kTrusting = kTrusts<Consumer::kWalk>;
+  walk_chunks<Consumer, kTrusting>(p, work, memory, barriers, consumer, state, 0, warp);
+  if constexpr (kTrusting) {
+    if (__syncthreads_or(consumes && !all_finite(state))) {
+      __syncthreads();  // or the compiler spills for what both walks need
+      walk_chunks<Consumer, false>(p, work, memory, barriers, consumer, state, work.chunks, warp);
+    }
   }
+  if (consumes) consumer.finish(state);
   // What ran beside this kernel has to be over when this kernel is. Blocks of segments are many and
   // short, and each that waited would keep an SM from the next: block 0, which always has a
   // segment, waits for all.

@@ -31,12 +31,12 @@ struct ForwardMemory {
   __device__ __forceinline__ unsigned char* v(int stage, int group) const {
     return record(stage) + kStageRecordBytes<K> + group * kTokenPanelBytes;
   }
-  /// Two buffers, so that one barrier a chunk orders writing and reading.
-  __device__ __forceinline__ unsigned char* o(int group) const {
-    return base + stages * stage_bytes() + group * 2 * kTokenPanelBytes;
+  /// The staging of o: two buffers, in turns.
+  __device__ __forceinline__ unsigned char* o(int group, int buffer) const {
+    return base + stages * stage_bytes() + (2 * group + buffer) * kTokenPanelBytes;
   }
   __device__ __forceinline__ unsigned char* h(int group) const {
-    return o(groups) + group * (K * kGroupColumns * 2);
+    return o(groups, 0) + group * (K * kGroupColumns * 2);
   }
 };
 
@@ -86,10 +86,36 @@ __device__ __forceinline__ int rows_of(const ForwardWork& work, int32_t chunk) {
   return static_cast<int>(rest < kChunk ? rest : kChunk);
 }
 
+/// Chunks from the first one on that have all their rows.
+__device__ __forceinline__ int32_t whole_chunks(const ForwardWork& work) {
+  const int64_t whole = (work.range.end - work.range.begin) / kChunk;
+  return whole < work.chunks ? static_cast<int32_t>(whole) : work.chunks;
+}
+
+/// Whether a walk takes v for finite and looks at the last state, in which what is not finite
+/// stays: where it is not, the block walks again, with care.
+template <Walk kWalk>
+inline constexpr bool kTrusts = kWalk == Walk::kForward;
+
 struct ForwardBarriers {
   uint64_t full[kMostStages];
   uint64_t empty[kMostStages];
+  uint64_t o_free[kMostGroups][2];
+  uint64_t h_free[kMostGroups];
 };
+
+__device__ __forceinline__ void init(ForwardBarriers& barriers, const ScanShape& shape) {
+  for (int i = 0; i < shape.stages; ++i) {
+    ptx::mbarrier_init(&barriers.full[i], 1);
+    ptx::mbarrier_init(&barriers.empty[i], static_cast<uint32_t>(128 * shape.groups));
+  }
+  for (int group = 0; group < shape.groups; ++group) {
+    ptx::mbarrier_init(&barriers.o_free[group][0], 32);
+    ptx::mbarrier_init(&barriers.o_free[group][1], 32);
+    ptx::mbarrier_init(&barriers.h_free[group], 1);
+  }
+  ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+}
 
 /// RingPosition where the number of stages is the launch's.
 struct StagePosition {
@@ -101,6 +127,10 @@ struct StagePosition {
       stage = 0;
       parity ^= 1;
     }
+  }
+  /// That of a chunk; turn: chunks before it, of an earlier walk too.
+  static __device__ __forceinline__ StagePosition of(int32_t turn, int stages) {
+    return {turn % stages, static_cast<uint32_t>(turn / stages & 1)};
   }
 };
 
@@ -152,10 +182,11 @@ __device__ __forceinline__ void each_part(Copy copy) {
   }
 }
 
-/// The loading warp.
+/// The loading warp. before: chunks of an earlier walk.
 template <class Io, int K, Walk kWalk>
 __device__ void load_chunks(const ScanParams& p, const ForwardWork& work,
-                            const ForwardMemory<K>& memory, ForwardBarriers& barriers) {
+                            const ForwardMemory<K>& memory, ForwardBarriers& barriers,
+                            int32_t before) {
   constexpr int kBytes = kReadBytes<K, kWalk>;
   int groups = p.shape.groups;  // that have columns of V
   if constexpr (kWalk == Walk::kSummary) {
@@ -165,7 +196,7 @@ __device__ void load_chunks(const ScanParams& p, const ForwardWork& work,
   const auto bytes = static_cast<uint32_t>(kBytes + groups * kTokenPanelBytes);
   const bool leads = threadIdx.x % 32 == 0;
   int ready = kWalk == Walk::kForward && p.ready != nullptr ? 0 : work.chunks;
-  StagePosition at;
+  StagePosition at = StagePosition::of(before, memory.stages);
   for (int32_t i = 0; i < work.chunks; ++i, at.advance(memory.stages)) {
     const int32_t c = kWalk == Walk::kReverse ? work.chunks - 1 - i : i;
     const int64_t record = (work.range.first_chunk + c) * p.heads.HV + work.hv;
