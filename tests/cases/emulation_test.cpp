@@ -106,8 +106,9 @@ TEST(Emulation, ErrorsOfTheForms) {
   }
 }
 
-/// The rounding points of the Hopper forward: the scores' operands are bf16, or tf32 beside fp16.
-Emulation hopper_forward(DType io, int64_t segment) {
+/// The rounding points of the Hopper kernels: the operands of L and P are bf16, or tf32 beside
+/// fp16; those of the backward's intra part are sums of two bf16 numbers.
+Emulation hopper(DType io, int64_t segment = 0) {
   Emulation emulation{Form::kR, 32, io, io};
   emulation.tf32_scores = io == DType::kF16;
   emulation.segment = segment;
@@ -130,7 +131,7 @@ TEST(Emulation, ErrorsOfSegments) {
       fmt::print("{:10} {}", name_of(family), io == DType::kBF16 ? "bf16" : "fp16");
       std::map<TensorId, double> uncut;
       for (const int64_t segment : {0, 64, 128}) {
-        const TensorMap found = emulate(c, hopper_forward(io, segment));
+        const TensorMap found = emulate(c, hopper(io, segment));
         fmt::print("  {:3}:", segment);
         for (const TensorId id : {kO, kFinalState}) {
           const Difference d = compare(c, id, found.at(id), expected.at(id));
@@ -210,14 +211,17 @@ std::map<TensorId, double> backward_errors(Family family, Emulation emulation) {
 // all tokens before, where the sums over tokens find them. Prints the figures that
 // docs/kernels/chunk_bwd.md quotes.
 TEST(Emulation, ErrorsOfTheBackward) {
-  const Emulation variants[] = {{Form::kWu, 64},
-                                {Form::kR, 32, DType::kBF16, DType::kBF16, false, false},
-                                {Form::kR, 32, DType::kBF16, DType::kBF16}};
-  const char* const names[] = {"w/u, 64 tokens", "compact, W not matched", "compact"};
+  const Emulation variants[] = {
+      {Form::kWu, 64},
+      {Form::kR, 32, DType::kBF16, DType::kBF16, false, DType::kBF16, false},
+      {Form::kR, 32, DType::kBF16, DType::kBF16, false, DType::kBF16},
+      hopper(DType::kBF16)};
+  const char* const names[] = {"w/u, 64 tokens", "compact, one term, W not matched",
+                               "compact, one term", "compact, two terms"};
   for (const Family family : {Family::kUnit, Family::kMix, Family::kBound, Family::kDeep,
                               Family::kCorr, Family::kSame, Family::kPredicted}) {
-    for (int i = 0; i < 3; ++i) {
-      fmt::print("{:10} {:24}", name_of(family), names[i]);
+    for (int i = 0; i < 4; ++i) {
+      fmt::print("{:10} {:40}", name_of(family), names[i]);
       for (const auto& [id, error] : backward_errors(family, variants[i])) {
         fmt::print(" {} {:.1e}", name_of(id), error);
       }
@@ -239,8 +243,7 @@ TEST(Emulation, ErrorsOfKeptCheckpoints) {
       const Case c = generate(spec);
       const TensorMap expected = backward_reference_of(c);
       for (const int64_t kept : {0, 512}) {
-        Emulation variant{Form::kR, 32, io, io};
-        variant.scores = io == DType::kBF16 ? io : DType::kF64;
+        Emulation variant = hopper(io);
         variant.kept = kept;
         const TensorMap results = emulate_backward(c, variant);
         fmt::print("{:10} {} {:3}:", name_of(family), io == DType::kBF16 ? "bf16" : "fp16", kept);
@@ -269,10 +272,15 @@ TEST(Emulation, OperandsOfTheBackwardInFp16) {
     const char* name;
     Emulation emulation;
   };
+  const auto of_intra = [](DType intra) {
+    Emulation emulation = hopper(DType::kF16);
+    emulation.intra = intra;
+    return emulation;
+  };
   const Variant variants[] = {{"w/u, 64 tokens", {Form::kWu, 64, DType::kF16}},
-                              {"compact, two bf16 terms", {Form::kR, 32, DType::kF16}},
-                              {"compact, bf16", {Form::kR, 32, DType::kF16, DType::kBF16}},
-                              {"compact, fp16", {Form::kR, 32, DType::kF16, DType::kF16}}};
+                              {"compact, two bf16 terms", hopper(DType::kF16)},
+                              {"compact, bf16", of_intra(DType::kBF16)},
+                              {"compact, fp16", of_intra(DType::kF16)}};
   std::map<const char*, int> beyond;
   for (const Family family : {Family::kUnit, Family::kMix, Family::kBound, Family::kDeep}) {
     for (const Variant& variant : variants) {
@@ -320,10 +328,37 @@ TEST(Emulation, SumsOfFewValues) {
     spec.gate = sum.gate;
     spec.qk_l2norm = sum.gate != Gate::kNone;
     const double theirs = high_error(spec, sum.id, {Form::kWu, 64});
-    const double ours = high_error(spec, sum.id, {Form::kR, 32, DType::kBF16, DType::kBF16});
+    const double ours = high_error(spec, sum.id, hopper(DType::kBF16));
     EXPECT_LT(ours, 1.5 * theirs);
     fmt::print("{:8} T{:<4} {:8} w/u {:.1e} compact {:.1e} limit {:.0e}\n", name_of(sum.family),
                sum.T, name_of(sum.id), theirs, ours, limit_of(Precision::kBF16, sum.id));
+  }
+}
+
+// The case of Sm90ChunkBackward.ShortSequencesOfCorrelatedKeys.
+TEST(Emulation, ShortSequencesOfCorrelatedKeys) {
+  CaseSpec spec = spec_of(Family::kCorr, DType::kBF16);
+  spec.gradients = true;
+  spec.sizes = {1, 62, 1, 1, 128, 64, 0, 0};
+  spec.cu_seqlens = {0, 1, 44, 44, 45, 48, 62};
+  spec.gate = Gate::kSoftplus;
+  spec.qk_l2norm = spec.beta_sigmoid = true;
+  spec.initial_state = spec.dfinal_state = false;
+  for (const uint64_t seed : {3, 46}) {
+    spec.seed = seed;
+    const Case c = generate(spec);
+    const HostTensor expected = backward_reference_of(c).at(kDdtBias);
+    const TensorMap theirs = emulated_rounding(c, DType::kBF16);
+    const double limit = limit_beside(theirs, c, kDdtBias, expected, DType::kBF16);
+    Emulation one_term = hopper(DType::kBF16);
+    one_term.intra = DType::kBF16;
+    const auto error_of = [&](const Emulation& emulation) {
+      return compare(c, kDdtBias, emulate_backward(c, emulation).at(kDdtBias), expected).ratio;
+    };
+    fmt::print("ddt_bias, seed {}: limit {:.1e}, one term {:.1e}, two {:.1e}\n", seed, limit,
+               error_of(one_term), error_of(hopper(DType::kBF16)));
+    EXPECT_GT(error_of(one_term), limit);
+    EXPECT_LT(error_of(hopper(DType::kBF16)), limit);
   }
 }
 
@@ -339,7 +374,7 @@ void dither(HostTensor& t, std::mt19937& random) {
 // the figures that docs/kernels/chunk_bwd.md quotes.
 TEST(Emulation, ALogOfARealCase) {
   const Case stored = load_case(KDA_TEST_DATA "/lm_layer1_softplus.safetensors").value();
-  const Emulation variants[] = {{Form::kWu, 64}, {Form::kR, 32, DType::kBF16, DType::kBF16}};
+  const Emulation variants[] = {{Form::kWu, 64}, hopper(DType::kBF16)};
   std::vector<double> errors[2];
   std::mt19937 random(1);
   for (int draw = 0; draw < 8; ++draw) {

@@ -39,6 +39,11 @@ inline constexpr double kRoundingFactor = 1.5;
 /// limit and pass.
 void look_again(const Case& c, const CaseSpec* spec, const HostTensor& result,
                 const HostTensor& want, DType io, CheckedOutput& checked);
+/// The same beside other results of a model: emulated_rounding, where ordinary families have 7.3
+/// alone.
+void look_again_beside(const TensorMap& emulated, const Case& c, const CaseSpec* spec,
+                       const HostTensor& result, const HostTensor& want, DType io,
+                       CheckedOutput& checked);
 
 /// Runs the case and compares every output with `expected`, or with the float64 reference where
 /// the case has none. On the CPU outputs are fp32 and held to the fp32 row, or fp64 and held to the

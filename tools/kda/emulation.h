@@ -16,11 +16,13 @@ struct Emulation {
   Form form = Form::kR;
   int64_t chunk = 32;
   DType type = DType::kBF16;     ///< what is rounded to; kF64 rounds nothing
-  DType scores = DType::kF64;    ///< of the operands of L and P, of dP and dL; as `type`
+  DType scores = DType::kF64;    ///< of the operands of L and P; as `type`
   bool two_term_update = false;  ///< kg is the sum of two values of `type`
-  bool matched_pairs = true;     ///< W multiplies by the scores' operands as they were rounded
+  DType intra = DType::kF64;  ///< of dP, dL and the keys and queries that they multiply; kF64: sums
+                              ///< of two bf16 numbers, which leave nothing that counts
+  bool matched_pairs = true;  ///< W multiplies by these as they were rounded
   int64_t segment = 0;  ///< forward: tokens, a multiple of chunk; segments start from Phi S + B
-  bool tf32_scores = false;  ///< forward: operands of L and P are tf32, whatever `scores` says
+  bool tf32_scores = false;  ///< operands of L and P are tf32, whatever `scores` says
   int64_t kept = 0;  ///< backward, kR: tokens, a multiple of chunk. h is the forward's, from which
                      ///< the walk for v_new starts again so often
 };

@@ -139,11 +139,11 @@ class BackwardHead : public EmulatedHead {
     for (int64_t i = 0; i < x.rows; ++i) {
       const double beta = x.beta[static_cast<std::size_t>(i)];
       for (int64_t j = 0; j < i; ++j) {
-        const double dP = rounded(g.dP(i, j), emulation_.scores);
-        const double dL = rounded(g.dL(i, j), emulation_.scores);
+        const double dP = rounded(g.dP(i, j), emulation_.intra);
+        const double dL = rounded(g.dL(i, j), emulation_.intra);
         for (int64_t c = 0; c < s_.K; ++c) {
           const PairDecays::Factors f = x.decays(i, j, c);
-          const DType type = f.far ? DType::kF64 : emulation_.scores;
+          const DType type = f.far ? DType::kF64 : emulation_.intra;
           const double q = rounded(x.q(i, c) * f.up, type);
           const double kb = rounded(x.k(i, c) * f.up * beta, type);
           const double k = rounded(x.k(j, c) * f.down, type);

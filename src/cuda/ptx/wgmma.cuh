@@ -28,21 +28,22 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
+/// N registers of a larger array of sums.
+template <int N>
+__device__ __forceinline__ float (&part_of(float* x))[N] {
+  return *reinterpret_cast<float(*)[N]>(x);
+}
+
 // The operands of one instruction: the registers of D come first, then A, B, the flag and the
 // layout of the operands in shared memory.
+#define KDA_WGMMA_D16 "{%0, %1, %2, %3, %4, %5, %6, %7}"
+#define KDA_WGMMA_OUT16 \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
 #define KDA_WGMMA_D32 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}"
 #define KDA_WGMMA_OUT32                                                                           \
   "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
       "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),    \
       "+f"(d[15])
-#define KDA_WGMMA_D48                                                       \
-  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-  "%16, %17, %18, %19, %20, %21, %22, %23}"
-#define KDA_WGMMA_OUT48                                                                           \
-  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
-      "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),    \
-      "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),  \
-      "+f"(d[22]), "+f"(d[23])
 #define KDA_WGMMA_D64                                                            \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, " \
   "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
@@ -84,19 +85,19 @@ __device__ __forceinline__ void wgmma_wait() {
       : KDA_WGMMA_OUT64                                                                        \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)), \
         "n"(kMajor))
+#define KDA_WGMMA_SS16(type)                                                        \
+  asm volatile(                                                                     \
+      "{.reg .pred p; setp.ne.b32 p, %10, 0;\n"                                     \
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32." type "." type " " KDA_WGMMA_D16 \
+      ", %8, %9, p, 1, 1, %11, %12;}"                                               \
+      : KDA_WGMMA_OUT16                                                             \
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kMajorA), "n"(kMajorB))
 #define KDA_WGMMA_SS32(type)                                                        \
   asm volatile(                                                                     \
       "{.reg .pred p; setp.ne.b32 p, %18, 0;\n"                                     \
       "wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type " " KDA_WGMMA_D32 \
       ", %16, %17, p, 1, 1, %19, %20;}"                                             \
       : KDA_WGMMA_OUT32                                                             \
-      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kMajorA), "n"(kMajorB))
-#define KDA_WGMMA_SS48(type)                                                        \
-  asm volatile(                                                                     \
-      "{.reg .pred p; setp.ne.b32 p, %26, 0;\n"                                     \
-      "wgmma.mma_async.sync.aligned.m64n48k16.f32." type "." type " " KDA_WGMMA_D48 \
-      ", %24, %25, p, 1, 1, %27, %28;}"                                             \
-      : KDA_WGMMA_OUT48                                                             \
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kMajorA), "n"(kMajorB))
 #define KDA_WGMMA_SS64(type)                                                        \
   asm volatile(                                                                     \
@@ -140,6 +141,18 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[32], const uint32_t* a, uint
 
 /// The same with A in shared memory.
 template <class T16, Major kA, Major kB>
+__device__ __forceinline__ void wgmma_ss(float (&d)[8], uint64_t a, uint64_t b, bool accumulate) {
+  constexpr int kMajorA = static_cast<int>(kA);
+  constexpr int kMajorB = static_cast<int>(kB);
+  if constexpr (__is_same(T16, __half)) {
+    KDA_WGMMA_SS16("f16");
+  } else {
+    KDA_WGMMA_SS16("bf16");
+  }
+}
+
+/// The same with A in shared memory.
+template <class T16, Major kA, Major kB>
 __device__ __forceinline__ void wgmma_ss(float (&d)[16], uint64_t a, uint64_t b, bool accumulate) {
   constexpr int kMajorA = static_cast<int>(kA);
   constexpr int kMajorB = static_cast<int>(kB);
@@ -147,18 +160,6 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[16], uint64_t a, uint64_t b,
     KDA_WGMMA_SS32("f16");
   } else {
     KDA_WGMMA_SS32("bf16");
-  }
-}
-
-/// The same with A in shared memory.
-template <class T16, Major kA, Major kB>
-__device__ __forceinline__ void wgmma_ss(float (&d)[24], uint64_t a, uint64_t b, bool accumulate) {
-  constexpr int kMajorA = static_cast<int>(kA);
-  constexpr int kMajorB = static_cast<int>(kB);
-  if constexpr (__is_same(T16, __half)) {
-    KDA_WGMMA_SS48("f16");
-  } else {
-    KDA_WGMMA_SS48("bf16");
   }
 }
 
@@ -186,12 +187,12 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[64], const uint32_t* a, uint
   }
 }
 
+#undef KDA_WGMMA_D16
+#undef KDA_WGMMA_OUT16
+#undef KDA_WGMMA_SS16
 #undef KDA_WGMMA_D32
 #undef KDA_WGMMA_OUT32
 #undef KDA_WGMMA_RS32
-#undef KDA_WGMMA_D48
-#undef KDA_WGMMA_OUT48
-#undef KDA_WGMMA_SS48
 #undef KDA_WGMMA_D64
 #undef KDA_WGMMA_OUT64
 #undef KDA_WGMMA_D128

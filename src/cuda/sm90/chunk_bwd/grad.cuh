@@ -16,21 +16,22 @@
 //   rowsum_V(h . dh)                                     mma.sync, under the products
 //   rowsum_V(R . v), dv = beta R                         CUDA cores, under the products
 // The gates come between the first and the second tile, whose loads they hide; then the intra part
-// (grad_intra.cuh) with bf16 operands of 48 and 64 rows, in fp16 sums of two, and everything of
+// (grad_intra.cuh) with operands of two bf16 terms, of 48 and 64 rows, and everything of
 // (5.32), (5.33) in the accumulators' layout (grad_finish.cuh), at last the gates' backward
 // (grad_gates.cuh). The first tiles of the next item load from the moment on when nothing reads the
 // operands of the intra part, its q, k and g once dq and dk have left their place.
 //
 // Shared memory, bytes, K = 128:
 //   tiles of h, dh, [do; R], v       45056   later operands of the intra part and of the pair
-//   v_new of both chunks              8192   later [dP; dL] arranged
+//   v_new of both chunks              8192   later [dP; dL]
 //   G, fp32                          16896   later the steps of dg, then dg
 //   q, k                             17408   later staging of dq, dk
 //   raw g, room for fp32             17408
 //   sums, scalars, work items        10224
 //
 // Barriers: `states_full`, an mbarrier, for h and dh; `update_full` for the earlier chunk's kg and
-// decay; __syncthreads between the phases.
+// decay; named barriers 1 + g within warpgroup g, around the change of its intra operands;
+// __syncthreads between the other phases.
 #pragma once
 
 #include "cuda/ptx/wgmma.cuh"
@@ -182,7 +183,7 @@ struct GradBlock {
     wait_for_copies<LATER>();
     fence_tiles(v0);
     float unit = p.mantissa;
-    if constexpr (Traits::kTwoTerms) {
+    if constexpr (Traits::kHasUnits) {
       unit = p.units[(work.row * p.heads.HV + work.hv) * (p.heads.V / kGradColumns) +
                      v0 / kGradColumns];
       if (v0 == 0) sums.unit = unit;
@@ -209,7 +210,7 @@ struct GradBlock {
   }
 
   __device__ __forceinline__ void put_value_sums(const ValueSums& sums) const {
-    if constexpr (Traits::kTwoTerms) {
+    if constexpr (Traits::kHasUnits) {
       if (tid == 0) shared.extra.unit = sums.unit;
     }
     if (lane / 8 == lane % 4) {
@@ -241,50 +242,52 @@ struct GradBlock {
     join_segments(shared);
   }
 
-  /// S += [dq2 | z]^T, all but the rows' factor.
+  /// S += [dq2 | z]^T, all but the rows' factor. The products are left open.
   __device__ __forceinline__ void multiply_rows(float (&S)[32]) const {
-    const PanelTile<kArranged> columns{shared_address(shared.intra.columns[warp / 4])};
-    const PanelTile<2 * kChunk> scores{shared_address(shared.scores)};
+    const PanelTile<kArranged> columns{fresh_address(shared.intra.keys[warp / 4].columns[0])};
     wgmma_fence();
-    add_rows(S, columns, scores);
-    if constexpr (Traits::kTwoTerms) {
-      add_rows(S, columns, PanelTile<2 * kChunk>{shared_address(shared.extra.low_scores)});
-      add_rows(S, second_term(shared, columns), scores);
-    }
+    add_rows(S, columns, 0);
+    add_rows(S, columns, kRestOfScores);
+    add_rows(S, second_term(columns), 0);
     wgmma_commit();
-    wgmma_wait<0>();
   }
-  static __device__ __forceinline__ void add_rows(float (&S)[32],
-                                                  const PanelTile<kArranged>& columns,
-                                                  const PanelTile<2 * kChunk>& scores) {
+  /// With one term of the scores, blocks of 16 rows: the first has columns of block 0, the second
+  /// of both.
+  __device__ __forceinline__ void add_rows(float (&S)[32], const PanelTile<kArranged>& columns,
+                                           uint64_t term) const {
+    const PanelTile<2 * kChunk> scores{fresh_address(shared.scores)};
 #pragma unroll
-    for (int step = 0; step < kArranged / 16; ++step) {
-      wgmma_ss<Bf16, Major::kOuter, Major::kSummed>(S, columns.rows(step), scores.columns(step),
-                                                    true);
+    for (int row = 0; row < 2 * kChunk; row += kBlock) {
+      const int second = row % kChunk / kBlock;
+#pragma unroll
+      for (int block = 0; block <= second; ++block) {
+        wgmma_ss<Bf16, Major::kOuter, Major::kSummed>(
+            part_of<kBlock / 2>(S + row / 2), columns.rows(second + block),
+            scores.columns(block) + term + row * (kPanelRowBytes >> 4), true);
+      }
     }
   }
 
   /// dkc^T before the columns' factors, arranged.
   __device__ __forceinline__ void multiply_columns(float (&x)[24]) const {
-    const PanelTile<2 * kChunk> rows{shared_address(shared.intra.rows[warp / 4])};
-    const PanelTile<2 * kChunk> scores{shared_address(shared.scores)};
+    const PanelTile<2 * kChunk> rows{fresh_address(shared.intra.keys[warp / 4].rows[0])};
     wgmma_fence();
-    add_columns(x, rows, scores, false);
-    if constexpr (Traits::kTwoTerms) {
-      add_columns(x, rows, PanelTile<2 * kChunk>{shared_address(shared.extra.low_scores)}, true);
-      add_columns(x, second_term(shared, rows), scores, true);
-    }
+    add_columns(x, rows, 0, false);
+    add_columns(x, rows, kRestOfScores, true);
+    add_columns(x, second_term(rows), 0, true);
     wgmma_commit();
     wgmma_wait<0>();
   }
-  static __device__ __forceinline__ void add_columns(float (&x)[24],
-                                                     const PanelTile<2 * kChunk>& rows,
-                                                     const PanelTile<2 * kChunk>& scores,
-                                                     bool add) {
+  __device__ __forceinline__ void add_columns(float (&x)[24], const PanelTile<2 * kChunk>& rows,
+                                              uint64_t term, bool add) const {
+    const PanelTile<2 * kChunk> scores{fresh_address(shared.scores)};
 #pragma unroll
-    for (int step = 0; step < 2 * kChunk / 16; ++step) {
-      wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(x, rows.rows(step), scores.rows(step),
-                                                   add || step > 0);
+    for (int step = 0; step < 2 * kChunk / kBlock; step += 2) {  // of q, of beta k
+      wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(part_of<kBlock / 2>(x), rows.rows(step),
+                                                   scores.rows(step) + term, add || step > 0);
+      wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(part_of<kBlock>(x + kBlock / 2),
+                                                   rows.rows(step + 1),
+                                                   scores.rows(step + 1) + term, add || step > 0);
     }
   }
 
@@ -307,18 +310,28 @@ struct GradBlock {
     __syncthreads();
     if (work.crosses && tid == 0) load_update(shared, p, work);
     put_scores(sums);
-    const bool far = put_intra_tiles(shared);
+    KeyWriter<Io, K>(shared).put_columns();
     ptx::fence_proxy_async(ptx::space_shared);
-    const bool has_far = __syncthreads_or(far) != 0;
+    __syncthreads();
     GradFinish<Io, K> finish(shared, p, work, warp, thread_index() % 32);
-    if (work.crosses) finish.cross.multiply(sums.S, sums.dkx);
+    if (work.crosses) finish.cross.add_states(sums.S, sums.dkx);
     finish.scale_rows(sums.S);
     if (work.carries) finish.cross.take_dkx(sums.dkx);
     multiply_rows(sums.S);
+    {  // under the products; in their operands' place once they are over
+      uint2 rows[2][2][4];
+      KeyWriter<Io, K>(shared).make_rows(rows);
+      wgmma_wait<0>();
+      finish.cross.sync_group();
+      KeyWriter<Io, K>(shared).put_rows(rows);
+    }
+    ptx::fence_proxy_async(ptx::space_shared);
+    finish.cross.sync_group();
+    if (work.crosses) finish.cross.leave_keys();
     float x[24];
     multiply_columns(x);
     float W[16];
-    finish.combine_all(sums.S, sums.dkx, x, W, has_far);
+    finish.combine_all(sums.S, sums.dkx, x, W);
     __syncthreads();
     if (next.chunk.rows > 0) load_value_tiles(shared, p, next, 0);
     commit_copies();

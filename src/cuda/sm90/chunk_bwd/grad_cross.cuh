@@ -9,6 +9,7 @@
 // record, and leaves dkx and dkg in global memory, where each thread finds its own again.
 #pragma once
 
+#include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/sm90/chunk_bwd/grad_intra.cuh"
 
@@ -29,12 +30,12 @@ struct GradCross {
     return p.carry[(static_cast<int64_t>(blockIdx.x) * 8 + i) * Traits::kThreads + thread_index()];
   }
 
-  /// The later chunk, its operands in shared memory. S: the products with h, then all but the
-  /// factor of its rows' blocks. dkx: behind the 16 of this chunk, dh v_new of the earlier one.
-  __device__ __forceinline__ void multiply(float (&S)[32], float (&dkx)[32]) const {
+  /// The later chunk, kg and C in shared memory. S: the products with h, then all but the factor of
+  /// its rows' blocks. dkx: behind the 16 of this chunk, dh v_new of the earlier one.
+  __device__ __forceinline__ void add_states(float (&S)[32], float (&dkx)[32]) const {
     const GradLane at(warp, lane);
     wait_for(&shared.update_full, work.crossings % 2);
-    if constexpr (Traits::kTwoTerms) split_update();
+    if constexpr (Traits::kHasUnits) split_update();
     const float before[2] = {shared.decay_before[at.channel(0)],
                              shared.decay_before[at.channel(1)]};
     GradLane::each([&](int r, int, int c, int) {
@@ -42,76 +43,92 @@ struct GradCross {
       S[16 + r] *= -unit_of(shared, p) * before[c];
     });
     leave_states(dkx, at);
-    const PanelTile<kChunk> kg{shared_address(shared.intra.update[warp / 4])};
-    const PanelTile<2 * kChunk> rows{shared_address(shared.intra.rows[warp / 4])};
-    const PanelTile<2 * kChunk> cross{shared_address(shared.intra.cross)};
-    float dkg[16];
+    const PanelTile<kChunk> kg{fresh_address(shared.intra.keys[warp / 4].update)};
     wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kChunk / 16; ++step) {
-      wgmma_ss<Bf16, Major::kOuter, Major::kSummed>(S, kg.rows(step), cross.columns(step), true);
+    add_rows(S, kg, 0);
+    add_rows(S, kg, kRestOfScores);
+    if constexpr (Traits::kHasUnits) {
+      add_rows(S, {fresh_address(shared.extra.update_rest[warp / 4])}, 0);
     }
-    if constexpr (Traits::kTwoTerms) add_second_terms(S, kg, cross);
+    wgmma_commit();
+    wgmma_wait<0>();
+  }
+
+  /// Once the operands of its rows are in shared memory.
+  __device__ __forceinline__ void leave_keys() const {
+    const GradLane at(warp, lane);
+    float dkg[32];
+    wgmma_fence();
     // Block 1 of the rows first: its reference is 2^(G_16 - first) of that of block 0.
-    wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(dkg, rows.rows(1), cross.rows(1), false);
-    wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(dkg, rows.rows(3), cross.rows(3), true);
-    if constexpr (Traits::kTwoTerms) add_second_terms(dkg, rows, cross, 1);
+    add_block(dkg, 1, false);
     wgmma_commit();
     const float first[2] = {shared.G[0][at.channel(0)], shared.G[0][at.channel(1)]};
     const float factor[2] = {exp2_of(shared.G[kBlock][at.channel(0)] - first[0]),
                              exp2_of(shared.G[kBlock][at.channel(1)] - first[1])};
     wgmma_wait<0>();
-    GradLane::each([&](int r, int, int c, int) { dkg[r] *= factor[c]; });
+    GradLane::each([&](int r, int, int c, int) {
+      dkg[r] *= factor[c];
+      dkg[16 + r] *= factor[c];
+    });
     wgmma_fence();
-    wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(dkg, rows.rows(0), cross.rows(0), true);
-    wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(dkg, rows.rows(2), cross.rows(2), true);
-    if constexpr (Traits::kTwoTerms) add_second_terms(dkg, rows, cross, 0);
+    add_block(dkg, 0, true);
     wgmma_commit();
     const float entering[2] = {exp2_of(first[0]), exp2_of(first[1])};
     wgmma_wait<0>();
-    GradLane::each([&](int r, int, int c, int) { dkg[r] *= entering[c]; });
+    GradLane::each([&](int r, int, int c, int) { dkg[r] = entering[c] * (dkg[r] + dkg[16 + r]); });
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       carried(4 + i) = {dkg[4 * i], dkg[4 * i + 1], dkg[4 * i + 2], dkg[4 * i + 3]};
     }
   }
 
-  /// fp16's kg as two bf16 numbers, which hold it exactly, before anything reads it.
+  /// fp16's kg as two bf16 numbers, which hold it exactly, before the warpgroup reads it.
   __device__ __forceinline__ void split_update() const {
-    auto* const high = reinterpret_cast<uint32_t*>(shared.intra.update);
-    auto* const low = reinterpret_cast<uint32_t*>(shared.extra.low.update);
-    constexpr int kWords = sizeof(shared.intra.update) / 4;
+    auto* const larger = reinterpret_cast<uint32_t*>(shared.intra.keys[warp / 4].update);
+    auto* const rest = reinterpret_cast<uint32_t*>(shared.extra.update_rest[warp / 4]);
+    constexpr int kWords = kChunk * kPanelRowBytes / 4;
 #pragma unroll 4
-    for (int i = thread_index(); i < kWords; i += Traits::kThreads) {
-      const float2 x = unpack<Io>(high[i]);
-      high[i] = pack<Bf16>(x.x, x.y);
-      put_rest(reinterpret_cast<unsigned char*>(low + i), x);
+    for (int i = thread_index() % 128; i < kWords; i += 128) {
+      const float2 x = unpack<Io>(larger[i]);
+      larger[i] = pack<Bf16>(x.x, x.y);
+      const float2 left = rest_of(x);
+      rest[i] = pack<Bf16>(left.x, left.y);
     }
     ptx::fence_proxy_async(ptx::space_shared);
-    __syncthreads();
+    sync_group();
   }
 
-  /// The products with one second term.
-  __device__ __forceinline__ void add_second_terms(float (&S)[32], const PanelTile<kChunk>& kg,
-                                                   const PanelTile<2 * kChunk>& cross) const {
-#pragma unroll
-    for (int step = 0; step < kChunk / 16; ++step) {
-      wgmma_ss<Bf16, Major::kOuter, Major::kSummed>(S, second_term(shared, kg).rows(step),
-                                                    cross.columns(step), true);
-      wgmma_ss<Bf16, Major::kOuter, Major::kSummed>(S, kg.rows(step),
-                                                    second_term(shared, cross).columns(step), true);
+  /// Among the threads of this warpgroup.
+  __device__ __forceinline__ void sync_group() const {
+    if (warp < 4) {  // numbers that ptxas knows: else it would set all 16 aside
+      barrier_sync(1, 128);
+    } else {
+      barrier_sync(2, 128);
     }
   }
-  __device__ __forceinline__ void add_second_terms(float (&dkg)[16],
-                                                   const PanelTile<2 * kChunk>& rows,
-                                                   const PanelTile<2 * kChunk>& cross,
-                                                   int block) const {
+
+  /// S += kg C, with one term of C = [dP | dL] over the earlier chunk.
+  __device__ __forceinline__ void add_rows(float (&S)[32], const PanelTile<kChunk>& kg,
+                                           uint64_t term) const {
+    const PanelTile<2 * kChunk> cross{fresh_address(shared.intra.cross)};
+#pragma unroll
+    for (int step = 0; step < kChunk / 16; ++step) {
+      wgmma_ss<Bf16, Major::kOuter, Major::kSummed>(S, kg.rows(step), cross.columns(step) + term,
+                                                    true);
+    }
+  }
+
+  /// dkg += C^T of the rows of a block.
+  __device__ __forceinline__ void add_block(float (&dkg)[32], int block, bool add) const {
+    const PanelTile<2 * kChunk> rows{fresh_address(shared.intra.keys[warp / 4].rows[0])};
+    const PanelTile<2 * kChunk> cross{fresh_address(shared.intra.cross)};
 #pragma unroll
     for (int step = block; step < 4; step += 2) {
-      wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(dkg, second_term(shared, rows).rows(step),
+      // Both terms of the scores side by side.
+      wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(dkg, rows.rows(step), cross.rows(step),
+                                                   add || step > block);
+      wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(part_of<16>(dkg), second_term(rows).rows(step),
                                                    cross.rows(step), true);
-      wgmma_ss<Bf16, Major::kOuter, Major::kOuter>(dkg, rows.rows(step),
-                                                   second_term(shared, cross).rows(step), true);
     }
   }
 
@@ -119,20 +136,22 @@ struct GradCross {
   __device__ __forceinline__ void leave_states(float (&dkx)[32], const GradLane& at) const {
     const float end[2] = {exp2_of(shared.G[kChunk - 1][at.channel(0)]),
                           exp2_of(shared.G[kChunk - 1][at.channel(1)])};
-    const uint32_t kg_row = fragment_row(shared.intra.update[warp / 4], warp, lane);
+    const uint32_t block_bytes = kBlock * kPanelRowBytes;
+    const uint32_t kg_row = fragment_row(shared.intra.keys[warp / 4].update, warp, lane);
     float sum[2] = {};
 #pragma unroll
     for (int block = 0; block < 2; ++block) {
-      const auto kg_block = kg_row + static_cast<uint32_t>(block * kBlock * kPanelRowBytes);
-      const TokenFragment<Bf16> kg(kg_block);
+      const TokenFragment<Bf16> kg(kg_row + static_cast<uint32_t>(block) * block_bytes);
 #pragma unroll
       for (int r = 8 * block; r < 8 * block + 8; ++r) {
         const int c = r / 2 % 2;
         dkx[16 + r] *= end[c];
         sum[c] = fmaf(kg(r / 4, c, r % 2), dkx[16 + r], sum[c]);
       }
-      if constexpr (Traits::kTwoTerms) {
-        const TokenFragment<Bf16> rest(kg_block + static_cast<uint32_t>(low_distance(shared)));
+      if constexpr (Traits::kHasUnits) {
+        const TokenFragment<Bf16> rest(
+            fragment_row(shared.extra.update_rest[warp / 4], warp, lane) +
+            static_cast<uint32_t>(block) * block_bytes);
 #pragma unroll
         for (int r = 8 * block; r < 8 * block + 8; ++r) {
           const int c = r / 2 % 2;
@@ -156,7 +175,7 @@ struct GradCross {
   __device__ __forceinline__ void take_dkx(float (&dkx)[32]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) take(dkx + 4 * i, i);
-    if constexpr (Traits::kTwoTerms) {
+    if constexpr (Traits::kHasUnits) {
       const float inverse = 1 / unit_of(shared, p);
 #pragma unroll
       for (int i = 0; i < 16; ++i) dkx[i] *= inverse;

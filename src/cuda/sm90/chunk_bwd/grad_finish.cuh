@@ -67,46 +67,24 @@ struct GradFinish {
   __device__ __forceinline__ uint32_t tile_row(const Io (&tile)[kChunk][Traits::kStride]) const {
     return shared_address(&tile[lane % 16][16 * warp + lane / 16 * 8]);
   }
-  /// The same in a panel.
-  __device__ __forceinline__ uint32_t panel_row(const unsigned char* panel) const {
-    return fragment_row(panel, warp, lane);
-  }
-
   /// (5.32) of a block of 16 tokens: S -> [dq | dk], dkx -> k . dkx, W, and each token's sums over
   /// the warp's channels. x is dkc before the columns' factors, arranged.
   ///
   /// A pair of tokens enters W of both with opposite signs, and dg of the tokens before takes the
-  /// sum. There the rounding of its operands has to cancel too, so W multiplies the sums by the
-  /// operands as they were rounded; of two terms they are as good as exact.
+  /// sum. There the rounding of its operands has to cancel too: of two terms they are as good as
+  /// exact, and kg of the chunk before is rounded alike in both.
   template <int BLOCK>
   __device__ __forceinline__ void combine_block(float (&S)[32], float (&dkx)[32],
-                                                const float (&x)[24], float (&W)[16],
-                                                bool has_far) const {
+                                                const float (&x)[24], float (&W)[16]) const {
     const ChannelGate gate[2] = {gate_of(0), gate_of(1)};
-    const uint32_t rows = panel_row(shared.intra.rows[warp / 4]);
-    const uint32_t columns = panel_row(shared.intra.columns[warp / 4]);
     float sums[3][4] = {};
     float dkg[8] = {};
     if (work.carries) cross.template take_dkg<BLOCK>(dkg);
-    constexpr uint32_t kBlockBytes = kBlock * kPanelRowBytes;
     const auto each = [](auto f) { GradLane::each<2 * BLOCK, 2 * BLOCK + 2>(f); };
-    if constexpr (!Traits::kTwoTerms) {
-      const Fragment q_up(rows + BLOCK * kBlockBytes);
-      each([&](int r, int i, int c, int e) { W[r] = q_up(i, c, e) * S[r]; });
-      const Fragment k_up(rows + (2 + BLOCK) * kBlockBytes);
-      each([&](int r, int i, int c, int e) { W[r] = fmaf(k_up(i, c, e), S[16 + r], W[r]); });
-      const Fragment down(columns + 2 * BLOCK * kBlockBytes);
-      each(
-          [&](int r, int i, int c, int e) { W[r] = fmaf(-down(i, c, e), x[r + 8 * BLOCK], W[r]); });
-    }
-    if constexpr (BLOCK == 0 && !Traits::kTwoTerms) {
-      const Fragment cross(columns + kBlockBytes);
-      each([&](int r, int i, int c, int e) { W[r] = fmaf(-cross(i, c, e), x[8 + r], W[r]); });
-    }
     constexpr uint32_t kTileBytes = BLOCK * kBlock * Traits::kStride * sizeof(Io);
     const Fragment q(tile_row(shared.q) + kTileBytes);
     const Fragment k(tile_row(shared.k) + kTileBytes);
-    if constexpr (Traits::kTwoTerms) each([&](int r, int, int, int) { W[r] = 0; });
+    each([&](int r, int, int, int) { W[r] = 0; });
     if (work.carries) {
       each([&](int r, int i, int c, int e) {
         const int t = at.token(i, e);
@@ -128,9 +106,7 @@ struct GradFinish {
       const float d = shared.diagonal[t];
       const float kr = up * S[16 + r];
       const float last = unit_of(shared, p) * exp2_of(gate[c].end - g) * dkx[r];
-      if constexpr (Traits::kTwoTerms) {
-        W[r] += fmaf(y * up, S[r], z * fmaf(shared.beta[t], kr, dkg[r % 8] - dkc));
-      }
+      W[r] += fmaf(y * up, S[r], z * fmaf(shared.beta[t], kr, dkg[r % 8] - dkc));
       S[r] = fmaf(d, z, up * S[r]);
       S[16 + r] = fmaf(shared.beta[t], kr, last) + fmaf(d, y, dkc);
       dkx[r] = last * z;
@@ -139,7 +115,7 @@ struct GradFinish {
       sums[kQueryNorm][own] += S[r] * y;
       sums[kKeyNorm][own] += S[16 + r] * z;
     });
-    if (has_far) add_far<BLOCK>(S, W, sums);
+    if (gate[0].far[BLOCK] || gate[1].far[BLOCK]) add_far<BLOCK>(S, W, sums);
     put_sums<BLOCK>(kKeySum, sums[kKeySum]);
     if (!p.undo_l2norm) return;
     put_sums<BLOCK>(kQueryNorm, sums[kQueryNorm]);
@@ -326,10 +302,9 @@ struct GradFinish {
   /// S with the intra products on it, dkx and x as the products left them: S -> [dq | dk], dkx ->
   /// k . dkx, W. The last reader of the operands.
   __device__ __forceinline__ void combine_all(float (&S)[32], float (&dkx)[32],
-                                              const float (&x)[24], float (&W)[16],
-                                              bool has_far) const {
-    combine_block<0>(S, dkx, x, W, has_far);
-    combine_block<1>(S, dkx, x, W, has_far);
+                                              const float (&x)[24], float (&W)[16]) const {
+    combine_block<0>(S, dkx, x, W);
+    combine_block<1>(S, dkx, x, W);
   }
 
   /// What combine_all left, once every warp has.

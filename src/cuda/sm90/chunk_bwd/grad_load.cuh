@@ -142,12 +142,15 @@ __device__ __forceinline__ void load_update(GradShared<Io, K>& shared, const Gra
                                             const GradWork& work) {
   const std::byte* const record =
       p.records + (work.record * p.heads.HV + work.hv) * Record<K>::kBytes;
-  constexpr uint32_t kTile = sizeof(shared.intra.update);
+  constexpr uint32_t kPanel = kChunk * kPanelRowBytes;
   constexpr uint32_t kDecays = sizeof(shared.decay_before);
   ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared,
-                                 &shared.update_full, kTile + kDecays);
-  ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, shared.intra.update,
-                     record + Record<K>::kUpdate, kTile, &shared.update_full);
+                                 &shared.update_full, K / 64 * kPanel + kDecays);
+#pragma unroll
+  for (int i = 0; i < K / 64; ++i) {
+    ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, shared.intra.keys[i].update,
+                       record + Record<K>::kUpdate + i * kPanel, kPanel, &shared.update_full);
+  }
   ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, shared.decay_before,
                      record + Record<K>::kDecay, kDecays, &shared.update_full);
 }

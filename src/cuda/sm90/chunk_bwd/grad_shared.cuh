@@ -11,8 +11,11 @@ namespace kda::cuda::sm90 {
 /// log2 of the largest factor of a product. -5 a token over 15 tokens is 108.2; below 2^-126 fp32
 /// and bf16 lose bits, and q and k need some room.
 inline constexpr float kFarRow = 110;
-/// Score gradients are arranged in 48 columns: block 0, block 1 over block 0, block 1.
+/// Columns of the intra part are arranged: block 0, as block 1 reads block 0, block 1.
 inline constexpr int kArranged = 3 * kBlock;
+/// Score gradients are sums of two bf16 numbers: a panel has the larger in columns 0 .. 31, what
+/// their rounding leaves in 32 .. 63. From one to the other in a descriptor.
+inline constexpr uint64_t kRestOfScores = kChunk * 2 >> 4;
 
 /// Of the intra part in either type's kernel.
 using Bf16 = __nv_bfloat16;
@@ -38,8 +41,8 @@ struct GradTraits {
   static constexpr int kPairs = K / 2;
   static constexpr int kTokens = kChunk / (kThreads / kPairs);  ///< of a thread: 8
   static constexpr int kValueRows = kChunk * 8 / kThreads;      ///< of a thread, a unit each
-  static constexpr bool kTwoTerms = !kIsBf16<Io>;  ///< intra operands; then R and dh have units
-  static constexpr int kBlocksPerSm = (K == 128 ? 2 : 3) - (kTwoTerms ? 1 : 0);
+  static constexpr bool kHasUnits = !kIsBf16<Io>;               ///< R and dh have units
+  static constexpr int kBlocksPerSm = (K == 128 ? 2 : 3) - (kHasUnits ? 1 : 0);
   /// Registers of [dP; dL]: with one warpgroup it has those over the earlier chunk too.
   static constexpr int kScores = K == 128 ? 16 : 32;
   static constexpr int kStride = K + 8;   ///< of q, k, raw g: fragment reads touch all banks
@@ -73,27 +76,33 @@ template <int K>
 struct ValueTiles {
   unsigned char h[K * kPanelRowBytes];
   unsigned char dh[K * kPanelRowBytes];
-  unsigned char do_R[2 * kChunk * kPanelRowBytes];  ///< 32 rows do, 32 rows R
   unsigned char v[kChunk * kPanelRowBytes];
+  unsigned char do_R[2 * kChunk * kPanelRowBytes];  ///< 32 rows do, 32 rows R
 };
 
-/// Operands of the intra part, K / 64 panels each.
+/// Operands of the intra part of 64 channels. Factors go up to 2^kFarRow and down as far, which
+/// takes bf16's range; its 8 bits are too few, so each is a sum of two bf16 numbers: [larger,
+/// rest]. The warpgroup replaces those that rows sum over by those that columns sum over.
+union KeyTiles {
+  struct {
+    unsigned char columns[2][kArranged * kPanelRowBytes];
+    unsigned char update[kChunk * kPanelRowBytes];  ///< kg of the earlier chunk
+  };
+  unsigned char rows[2][2 * kChunk * kPanelRowBytes];  ///< q up, then beta k up
+};
 template <int K>
 struct IntraTiles {
-  unsigned char columns[K / 64][kArranged * kPanelRowBytes];
-  unsigned char rows[K / 64][2 * kChunk * kPanelRowBytes];  ///< q up, then beta k up
-  unsigned char update[K / 64][kChunk * kPanelRowBytes];    ///< kg of the earlier chunk
+  KeyTiles keys[K / 64];
   unsigned char cross[2 * kChunk * kPanelRowBytes];  ///< dP, dL over the earlier chunk's tokens
 };
 
-/// What fp16 has besides. Factors of the intra part go up to 2^kFarRow and down as far, which fp16
-/// does not hold, and bf16 is too coarse for fp16's limits: operands are sums of two bf16 numbers.
+/// What fp16 has besides.
 template <class Io, int K>
 struct GradExtra {};
 template <int K>
 struct GradExtra<__half, K> {
-  alignas(1024) IntraTiles<K> low;
-  unsigned char low_scores[2 * kChunk * kPanelRowBytes];
+  /// kg in fp16 is the sum of two bf16 numbers.
+  alignas(1024) unsigned char update_rest[K / 64][kChunk * kPanelRowBytes];
   float unit;  ///< of what is linear in R or dh and summed over V
 };
 
@@ -127,7 +136,7 @@ struct GradShared {
   };
   union {
     unsigned char v_new[2 * kChunk * kPanelRowBytes];   ///< of this chunk, then of the earlier one
-    unsigned char scores[2 * kChunk * kPanelRowBytes];  ///< dP, then dL, arranged
+    unsigned char scores[2 * kChunk * kPanelRowBytes];  ///< dP, then dL
   };
   float G[kChunk][Traits::kGStride];
   union {
@@ -171,24 +180,17 @@ static_assert(sizeof(GradShared<Bf16, 64>) <= 75 * 1024);
 /// What 1 is in sums over V that are linear in R or dh.
 template <class Io, int K>
 __device__ __forceinline__ float unit_of(const GradShared<Io, K>& shared, const GradParams& p) {
-  if constexpr (GradTraits<Io, K>::kTwoTerms) {
+  if constexpr (GradTraits<Io, K>::kHasUnits) {
     return shared.extra.unit;
   } else {
     return p.mantissa;
   }
 }
 
-/// Bytes from an operand of the intra part to its second term.
-template <int K>
-__device__ __forceinline__ ptrdiff_t low_distance(const GradShared<__half, K>& shared) {
-  return reinterpret_cast<const unsigned char*>(&shared.extra.low) -
-         reinterpret_cast<const unsigned char*>(&shared.intra);
-}
-
-template <int K, int ROWS>
-__device__ __forceinline__ PanelTile<ROWS> second_term(const GradShared<__half, K>& shared,
-                                                       const PanelTile<ROWS>& first) {
-  return {first.address + static_cast<uint32_t>(low_distance(shared))};
+/// The second term of one of KeyTiles' operands.
+template <int ROWS>
+__device__ __forceinline__ PanelTile<ROWS> second_term(const PanelTile<ROWS>& first) {
+  return {first.address + PanelTile<ROWS>::kPanelBytes};
 }
 
 /// What a thread holds of an accumulator [64 channels x 32 tokens]: register 4 i + 2 c + e is
@@ -218,6 +220,13 @@ struct GradLane {
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+/// The same, formed where it is used, as thread_index is.
+__device__ __forceinline__ uint32_t fresh_address(const void* p) {
+  uint32_t address = shared_address(p);
+  asm volatile("" : "+r"(address));
+  return address;
 }
 
 }  // namespace kda::cuda::sm90
