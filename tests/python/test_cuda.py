@@ -240,11 +240,45 @@ def test_graph_and_decode_on_the_second_device():
 def test_tensors_elsewhere_are_named():
     """DEV-01."""
     x = inputs()
-    with pytest.raises(ValueError, match="beta: found on cpu:0, expected cuda:0"):
+    with pytest.raises(ValueError, match="beta: found on cpu, expected cuda:0"):
         native_kda.chunk_kda(**{**x, "beta": x["beta"].cpu()}, **FLAGS)
     with pytest.raises(ValueError, match="cu_seqlens: found on cpu"):
         one = {n: t[:1] if t.dim() > 2 else t for n, t in x.items()}
         native_kda.chunk_kda(**one, **FLAGS, cu_seqlens=torch.tensor([0, 130]))
+    for name in x:  # and after a call of the same kind
+        native_kda.chunk_kda(**x, **FLAGS)
+        with pytest.raises(ValueError, match="found on (meta|cuda:0), expected (meta|cuda:0)"):
+            native_kda.chunk_kda(**{**x, name: x[name].to("meta")}, **FLAGS)
+
+
+def test_lengths_on_the_host_are_taken_at_their_word():
+    """They are not compared with cu_seqlens, which would wait for the GPU, but must be possible."""
+    x = {n: t[:1] if t.dim() > 2 else t for n, t in inputs(grad=False).items()
+         if n != "initial_state"}
+    host = torch.tensor([0, 65, 65, 130])
+    x["cu_seqlens"] = host.cuda()
+    with torch.inference_mode():
+        for lengths in (None, host):
+            *_, h = native_kda.chunk_kda(**x, **FLAGS, return_intermediate_states=True,
+                                         cu_seqlens_cpu=lengths)
+            assert h.shape == (1, 4, 2, 64, 64)
+        with pytest.raises(ValueError, match="cu_seqlens_cpu: found"):
+            native_kda.chunk_kda(**x, **FLAGS, return_intermediate_states=True,
+                                 cu_seqlens_cpu=torch.tensor([0, 65, 65, 131]))
+
+
+def test_derivatives_that_there_are_not():
+    x = inputs()
+    for _ in range(2):
+        y = native_kda.chunk_kda(**x, **FLAGS)[0].float().sum()
+        (dk,) = torch.autograd.grad(y, x["k"], create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            torch.autograd.grad(y + dk.float().square().sum(), x["v"])
+    v = x["v"].detach()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(v, v)
+        with pytest.raises(ValueError, match="^v: found a tangent"):
+            native_kda.chunk_kda(**{**x, "v": dual}, **FLAGS)
 
 
 def test_runs_are_bitwise_equal():
