@@ -322,5 +322,21 @@ TEST(StressNan, IsOneGateAndMayNotBeHidden) {
   EXPECT_NE(hidden_nan(expected, outputs), "");
 }
 
+// A backward that reads kept checkpoints would have to find the NaN in them.
+TEST(StressNan, IsNotAmongGatesOfAForwardThatIsOver) {
+  const auto backward = [](bool kept) {
+    return prepare(first([kept](const Draw& d) {
+                     return d.dyed >= 0 && d.problem.operation == Operation::kChunkBackward &&
+                            d.problem.has(kH) == kept && !d.problem.has(kAqk) &&
+                            !d.problem.has(kA) && !d.problem.packed() && d.problem.sizes.T > 1 &&
+                            d.repeated.empty();
+                   }),
+                   false)
+        .value();
+  };
+  EXPECT_FALSE(nan_inputs(backward(false)).empty());
+  EXPECT_TRUE(nan_inputs(backward(true)).empty());
+}
+
 }  // namespace
 }  // namespace kda::stress

@@ -11,7 +11,7 @@ namespace kda::stress {
 cases::TensorMap dyed_inputs(const Trial& trial);
 
 /// The inputs with one NaN in g, or in gamma, at a token in the middle of sequence `draw.dyed`;
-/// empty where there is none or the tensor repeats itself.
+/// empty where there is none, the tensor repeats itself, or what an earlier forward saved is given.
 cases::TensorMap nan_inputs(const Trial& trial);
 
 /// "" or the output that has a number where the float64 reference has a NaN.
