@@ -338,5 +338,14 @@ TEST(StressNan, IsNotAmongGatesOfAForwardThatIsOver) {
   EXPECT_TRUE(nan_inputs(backward(true)).empty());
 }
 
+// Between a chunk's last token and its end lies no gate: 2^0, or the difference of two NaN.
+TEST(StressNan, MayBeAbsentFromKgOfALastToken) {
+  HostTensor nan(DType::kF32, {1, 1, 1, 1});
+  HostTensor number = nan;
+  nan.set(0, std::numeric_limits<double>::quiet_NaN());
+  EXPECT_EQ(hidden_nan({{kKg, nan}}, {{kKg, number}}), "");
+  EXPECT_NE(hidden_nan({{kW, nan}}, {{kW, number}}), "");
+}
+
 }  // namespace
 }  // namespace kda::stress

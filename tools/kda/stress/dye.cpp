@@ -120,8 +120,9 @@ TensorMap nan_inputs(const Trial& trial) {
 std::string hidden_nan(const TensorMap& expected, const TensorMap& outputs) {
   for (const auto& [id, tensor] : expected) {
     // dg of a clamped token is 0 whatever comes from behind it (6.5). Scores of tokens behind the
-    // NaN need it only where the decay between them is a difference of sums.
-    if (id == kDg || id == kDgPartial || id == kAqk || id == kA) continue;
+    // NaN, and kg of a chunk's last token, need it only where the decay between tokens is a
+    // difference of sums.
+    if (id == kDg || id == kDgPartial || id == kAqk || id == kA || id == kKg) continue;
     const HostTensor& found = outputs.at(id);
     for (int64_t i = 0; i < tensor.count(); ++i) {
       if (!std::isnan(tensor.get(i)) || !std::isfinite(found.get(i))) continue;
