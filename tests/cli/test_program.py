@@ -688,7 +688,7 @@ class Stress(ProgramTest):
         self.check(kda(*ask, "--impl", "reference", "--threads", "2"), 0)
 
     def test_commands_of_the_page_find_something_to_try(self):
-        page = (DATA.parents[1] / "docs" / "case-format.md").read_text()
+        page = (DATA.parents[1] / "docs" / "program.md").read_text()
         commands = re.findall(r"^kda (stress .*--device cpu.*)$", page, re.MULTILINE)
         self.assertTrue(commands)
         for command in commands:
