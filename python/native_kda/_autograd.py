@@ -183,6 +183,8 @@ def _run_chunk(prepared: Prepared, tensors: tuple) -> tuple[torch.Tensor, torch.
 
 def _chunk_key(tensors: tuple, options: tuple) -> tuple | None:
     """With disable_recompute, the last option, only a call that wants gradients keeps h."""
+    if type(options[-1]) is not bool:
+        return None
     if options[-1]:
         options = (*options[:-1], _wants_gradients(tensors))
     return _key(tensors, options)

@@ -61,12 +61,14 @@ def _shape(spec: Any, sizes: Sizes, options: Options, packed: bool) -> tuple[int
 
 def _run(operation: str, outputs: tuple[str, ...], options: Options, **tensors: Any) -> tuple:
     """Runs a stage; the outputs in the order of their names."""
+    _calls.check_enabled(f"stages.{operation}")
     number = _problem.OPERATIONS.index(operation)
     specs = SPECS[number]
     required = tuple(spec.name for spec in specs if spec.required)
     _calls.check_tensors(tensors, required)
     options = options._replace(
         scale=None if options.scale is None else _checks.number("scale", options.scale),
+        state_v_first=_checks.flag("state_v_first", options.state_v_first),
         chunk_size=_checks.rows_of_a_chunk(options.chunk_size),
     )
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
@@ -156,6 +158,7 @@ def state_scan(
     chunk_size: int = 64,
 ) -> tuple[Any, ...]:
     """h, v_new and final_state (None unless asked for); with do also dq_raw = do h^T in fp32."""
+    output_final_state = _checks.flag("output_final_state", output_final_state)
     outputs = ["h", "v_new"]
     outputs += ["final_state"] if output_final_state else []
     outputs += ["dq_raw"] if do is not None else []

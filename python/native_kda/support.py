@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import _arrays, _calls, _kda, _native, _problem, ops
+from . import _arrays, _calls, _checks, _kda, _native, _problem, ops
 from ._problem import ArgumentError, UnsupportedError
 
 _FLOATS = ("bfloat16", "float16", "float32", "float64")  # as torch calls them
@@ -37,8 +37,8 @@ def is_supported(
     call = {**_calls.CHUNK_DEFAULTS, "q": q, "k": k, "v": v, "g": g, "beta": beta, **arguments}
     backend = call.pop("backend", "auto")
     try:
-        if backend != "auto":
-            ops.check_backend(backend, q)
+        ops.check_backend(backend, q)
+        backward = _checks.flag("backward", backward)
         reason = ops.why_fla(backend)
         if reason:
             return False, reason, ""
@@ -48,18 +48,31 @@ def is_supported(
     return True, "", ", ".join(plan.implementation for plan in plans)
 
 
+def _as_read(tensors: tuple) -> tuple:
+    """Tensors of torch as the plan of a call gets them. Values are none of its concern."""
+    frame = _calls.torch_frame()
+    tensors = frame.laid_out(tensors, frame.scattered(tensors))
+    if _calls.needs_operators(tensors):
+        # torch's dispatcher takes the sign out of memory before it calls an operator.
+        return tuple(frame.empty_like(t) if t is not None and t.is_neg() else t for t in tensors)
+    for name, tensor in zip((*_kda.INPUTS, "cu_seqlens"), tensors):
+        if tensor is not None:
+            frame.check_address(name, tensor)
+    return tensors
+
+
 def plan(call: dict[str, Any], backward: bool = False) -> Any:
     """The plan of a call of chunk_kda; ValueError or UnsupportedError if there is none."""
-    inputs, options = _calls.chunk_problem(call)
-    cu_seqlens, with_state = call["cu_seqlens"], bool(call["output_final_state"])
+    call, inputs, options = _calls.chunk_problem(call)
+    cu_seqlens, with_state = call["cu_seqlens"], call["output_final_state"]
     frame: Any = _calls.torch_frame()
     if not _calls.is_torch(inputs[0]):
         frame = _arrays
         inputs, cu_seqlens = _calls.wrap(inputs), _arrays.wrap("cu_seqlens", cu_seqlens)
     else:
-        inputs = frame.laid_out(inputs, frame.scattered(inputs))
+        *inputs, cu_seqlens = _as_read((*inputs, cu_seqlens))
     if not backward:
-        how = (options, with_state, bool(call["return_intermediate_states"]))
+        how = (options, with_state, call["return_intermediate_states"])
         return _kda.prepare_forward(frame, inputs, cu_seqlens, *how).plan
     # The gradient of o, for its dtype and shape.
     do = frame.empty(tuple(inputs[2].shape), inputs[0].dtype, inputs[0])
