@@ -17,6 +17,8 @@ _CODES = {
     "float16": _problem.F16,
     "float32": _problem.F32,
     "float64": _problem.F64,
+    "int32": _problem.I32,
+    "int64": _problem.I64,
 }
 # kDLCPU, kDLCUDAHost; kDLCUDA, kDLCUDAManaged
 _DEVICES = {1: _problem.CPU, 3: _problem.CPU, 2: _problem.CUDA, 13: _problem.CUDA}
@@ -53,7 +55,7 @@ class Array:
 def check(name: str, array: Any, first: str, leader: Any) -> None:
     """What an array must be before its memory is looked at. What torch knows of its tensors, that
     one requires grad, say, nothing here asks: no package stands beside another."""
-    if not hasattr(array, "dtype") or not hasattr(array, "shape"):
+    if not all(hasattr(array, what) for what in ("dtype", "shape", "__dlpack__")):
         raise ArgumentError(f"{name}: found {type(array).__name__}, {_EXPECTED}")
     package = package_of(array)
     if package != package_of(leader):

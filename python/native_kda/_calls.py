@@ -333,6 +333,7 @@ def _chunk_with_states(
     if cu_seqlens is not None:
         ends = _ends(cu_seqlens, cu_seqlens_cpu, inputs[0].shape[1])
     if is_torch(inputs[0]):
+        inputs = _torch_frame.as_kernels_read(inputs)
         o, final_state, h = _kda.forward(
             _torch_frame, inputs, cu_seqlens, options, with_state, with_h=True
         )

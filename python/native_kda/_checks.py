@@ -20,6 +20,7 @@ from ._problem import (
 )
 
 SAFE_LOWER_BOUND = -5.0
+MOST = 2**46  # entries of a dimension, as the library has it
 _FLAGS = (
     "output_final_state",
     "use_qk_l2norm_in_kernel",
@@ -65,6 +66,11 @@ def number(name: str, value: Any) -> float:
     """Whatever counts as one: of Python, NumPy, or a tensor of one element."""
     if isinstance(value, float):
         return float(value)
+    if getattr(value, "requires_grad", False):
+        raise ArgumentError(
+            f"{name}: found a tensor that requires grad, expected a number: no gradient of it is "
+            f"computed; float({name}) makes one"
+        )
     try:
         if not isinstance(value, (str, bytes)):
             return float(value)
@@ -73,15 +79,15 @@ def number(name: str, value: Any) -> float:
     raise ArgumentError(f"{name}: found {shown(value)}, expected a number")
 
 
-def count(name: str, value: Any) -> int:
-    """A whole number above 0, as extents are; no bool."""
+def extent(name: str, value: Any) -> int:
+    """Of a tensor; no bool."""
     try:
         found = operator.index(value)
-        if found > 0 and not isinstance(value, bool):
+        if 0 < found <= MOST and not isinstance(value, bool):
             return found
     except Exception:
         pass
-    raise ArgumentError(f"{name}: found {shown(value)}, expected a whole number above 0")
+    raise ArgumentError(f"{name}: found {shown(value)}, expected a whole number from 1 to {MOST}")
 
 
 def rows_of_a_chunk(chunk_size: Any) -> int:

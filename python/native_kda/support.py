@@ -48,31 +48,31 @@ def is_supported(
     return True, "", ", ".join(plan.implementation for plan in plans)
 
 
-def _as_read(tensors: tuple) -> tuple:
-    """Tensors of torch as the plan of a call gets them. Values are none of its concern."""
-    frame = _calls.torch_frame()
-    tensors = frame.laid_out(tensors, frame.scattered(tensors))
-    if _calls.needs_operators(tensors):
-        # torch's dispatcher takes the sign out of memory before it calls an operator.
-        return tuple(frame.empty_like(t) if t is not None and t.is_neg() else t for t in tensors)
-    for name, tensor in zip((*_kda.INPUTS, "cu_seqlens"), tensors):
-        if tensor is not None:
-            frame.check_address(name, tensor)
-    return tensors
-
-
 def plan(call: dict[str, Any], backward: bool = False) -> Any:
     """The plan of a call of chunk_kda; ValueError or UnsupportedError if there is none."""
     call, inputs, options = _calls.chunk_problem(call)
-    cu_seqlens, with_state = call["cu_seqlens"], call["output_final_state"]
-    frame: Any = _calls.torch_frame()
+    names, tensors = (*_kda.INPUTS, "cu_seqlens"), (*inputs, call["cu_seqlens"])
     if not _calls.is_torch(inputs[0]):
-        frame = _arrays
-        inputs, cu_seqlens = _calls.wrap(inputs), _arrays.wrap("cu_seqlens", cu_seqlens)
-    else:
-        *inputs, cu_seqlens = _as_read((*inputs, cu_seqlens))
+        return _plan(_arrays, tuple(map(_arrays.wrap, names, tensors)), call, options, backward)
+    frame = _calls.torch_frame()
+    tensors = frame.laid_out(tensors, frame.scattered(tensors))
+    if _calls.needs_operators(tensors):
+        # torch's dispatcher takes a sign out of memory before it calls an operator.
+        tensors = tuple(frame.empty_like(t) if t is not None and t.is_neg() else t for t in tensors)
+        return _plan(frame, tensors, call, options, backward)
+    found = _plan(frame, tensors, call, options, backward)
+    for name, tensor in zip(names, tensors):
+        if tensor is not None:
+            frame.check_address(name, tensor)
+    return found
+
+
+def _plan(
+    frame: Any, tensors: tuple, call: dict[str, Any], options: _problem.Options, backward: bool
+) -> Any:
+    *inputs, cu_seqlens = tensors
     if not backward:
-        how = (options, with_state, call["return_intermediate_states"])
+        how = (options, call["output_final_state"], call["return_intermediate_states"])
         return _kda.prepare_forward(frame, inputs, cu_seqlens, *how).plan
     # The gradient of o, for its dtype and shape.
     do = frame.empty(tuple(inputs[2].shape), inputs[0].dtype, inputs[0])
@@ -99,10 +99,21 @@ def warmup(
     `arguments` are those of chunk_kda."""
     import torch
 
-    name = str(dtype).removeprefix("torch.")
+    name = _checks.shown(dtype).strip("'").removeprefix("torch.")
     if name not in _FLOATS:
-        raise ArgumentError(f"dtype: found {dtype!r}, expected one of {', '.join(_FLOATS)}")
-    V, HV = V or K, HV or H
+        found = _checks.shown(dtype)
+        raise ArgumentError(f"dtype: found {found}, expected one of {', '.join(_FLOATS)}")
+    try:
+        torch.empty(0, device=device)
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise ArgumentError(
+            f"device: found {_checks.shown(device)}, expected one that torch can use ({reason})"
+        ) from error
+    V, HV = K if V is None else V, H if HV is None else HV
+    extents = dict(B=B, T=T, H=H, K=K, V=V, HV=HV)
+    B, T, H, K, V, HV = (_checks.extent(letter, x) for letter, x in extents.items())
+    backward = _checks.flag("backward", backward)
     io = dict(dtype=getattr(torch, name), device=device, requires_grad=backward)
     q, k = (torch.zeros(B, T, H, K, **io) for _ in range(2))
     v, g = torch.zeros(B, T, HV, V, **io), torch.zeros(B, T, HV, K, **io)

@@ -8,6 +8,7 @@ import native_kda
 @pytest.fixture(autouse=True)
 def _counters(monkeypatch):
     monkeypatch.delenv("KDA_IMPL", raising=False)
+    monkeypatch.delenv("KDA_WORKSPACE_LIMIT", raising=False)
     monkeypatch.delenv("NATIVE_KDA_DISABLE", raising=False)
     native_kda.reset_hits()
 
