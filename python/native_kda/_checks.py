@@ -47,13 +47,14 @@ def shown(value: Any) -> str:
 
 
 # What an argument is asked for may fail as its type likes: with more than one element, without
-# memory, too large. All of it means that the argument is none of what is expected.
+# memory, too large. All of it means that the argument is none of what is expected. Numbers of
+# Python come first and are asked nothing: inside torch.compile they may be symbols.
 
 
 def flag(name: str, value: Any) -> bool:
     """Whatever counts as one: None, a number, a tensor of one element; no word, as "False"."""
-    if isinstance(value, bool):
-        return value
+    if value is None or isinstance(value, (bool, int, float)):
+        return bool(value)
     try:
         if hasattr(value, "__bool__"):
             return bool(value)
@@ -64,9 +65,7 @@ def flag(name: str, value: Any) -> bool:
 
 def number(name: str, value: Any) -> float:
     """Whatever counts as one: of Python, NumPy, or a tensor of one element."""
-    if isinstance(value, float):
-        return float(value)
-    if getattr(value, "requires_grad", False):
+    if not isinstance(value, (int, float)) and getattr(value, "requires_grad", False):
         raise ArgumentError(
             f"{name}: found a tensor that requires grad, expected a number: no gradient of it is "
             f"computed; float({name}) makes one"
@@ -91,12 +90,14 @@ def extent(name: str, value: Any) -> int:
 
 
 def rows_of_a_chunk(chunk_size: Any) -> int:
-    try:
-        found = operator.index(chunk_size)
-        if found in (32, 64):
-            return found
-    except Exception:
-        pass
+    found = chunk_size
+    if not isinstance(found, int):  # of NumPy, say
+        try:
+            found = operator.index(found)
+        except Exception:
+            found = 0
+    if found in (32, 64):
+        return found
     raise ArgumentError(
         f"chunk_size: found {shown(chunk_size)}, `chunk_size` must be either 32 or 64"
     )

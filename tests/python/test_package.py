@@ -1,6 +1,7 @@
 """The wheel and what importing it needs."""
 
 import ast
+import email
 import importlib.metadata
 import json
 import os
@@ -32,7 +33,10 @@ def test_content_of_the_wheel():
         pytest.skip("NATIVE_KDA_WHEEL names no wheel; tools/test.sh python sets it")
     with zipfile.ZipFile(path) as wheel:
         names = wheel.namelist()
-    code = [n for n in names if n.startswith("native_kda/")]
+        metadata = email.message_from_bytes(wheel.read(
+            next(n for n in names if n.endswith(".dist-info/METADATA"))))
+    licences = {n.rpartition("/")[2] for n in names if n.startswith("native_kda/licenses/")}
+    code = [n for n in names if n.startswith("native_kda/") and "/licenses/" not in n]
     libraries = [n for n in code if ".so" in n]
     assert sorted(n for n in code if n not in libraries) == sorted(
         [f"native_kda/{m}.py" for m in MODULES] + ["native_kda/_native.pyi", "native_kda/py.typed"])
@@ -40,12 +44,15 @@ def test_content_of_the_wheel():
     # Beside the module only what distributions ship as shared libraries.
     assert all(re.match(r"native_kda/lib(fmt|hwy|gomp|omp)\.so\.\d+$", n)
                for n in libraries if n != module)
-    rest = [n for n in names if n not in code]
+    rest = [n for n in names if n.startswith("native_kda-")]
+    assert len(rest) + len(code) + len(licences) == len(names)
     assert all(re.match(r"native_kda-[^/]*\.dist-info/", n) for n in rest), rest
+    # The metadata name each licence that lies beside them.
+    named = {n.rpartition("/licenses/")[2] for n in rest if "/licenses/" in n}
+    assert named == set(metadata.get_all("License-File")) == {"LICENSE"}
     # Whatever is inside brings its licence: what lies beside the module and what is linked in.
-    licences = {n.rpartition("/")[2] for n in rest if "/licenses/" in n}
     bundled = {re.match(r".*/(lib\w+)\.so", n)[1] for n in libraries if n != module}
-    assert licences >= {"LICENSE", "nanobind.txt", "robin_map.txt", "libfmt.txt", "libhwy.txt"}
+    assert licences >= {"nanobind.txt", "robin_map.txt", "libfmt.txt", "libhwy.txt"}
     assert licences >= {f"{name}.txt" for name in bundled}
     assert "GPL-3.txt" in licences or "libgomp" not in bundled
     expected = "abi3" if sys.version_info >= (3, 12) else f"cp3{sys.version_info.minor}"
