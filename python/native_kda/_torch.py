@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from . import _native, _problem
 
@@ -45,11 +44,6 @@ def check(name: str, tensor: Any, first: str, leader: torch.Tensor) -> None:
         raise _problem.elsewhere(name, tensor.device, first, leader.device)
     if tensor.device.type not in _PLACES:
         raise _problem.nowhere(name, tensor.device)
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
-        raise _problem.ArgumentError(
-            f"{name}: found a tangent of forward-mode differentiation (make_dual, torch.func.jvp), "
-            "for which there is no rule here; use backward() or torch.autograd.grad"
-        )
 
 
 def check_no_gradient_of_states() -> None:
