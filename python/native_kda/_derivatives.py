@@ -134,6 +134,13 @@ def _decode(overload: Any, keyset: Any, *args: Any) -> Any:
     return _below(overload, keyset, *args)
 
 
+def _pool_was_written(keyset: Any, *args: Any) -> Any:
+    """So that a backward which needs the states as they were is an error."""
+    torch.autograd.graph.increment_version(args[7])
+    overload = torch.ops.native_kda.recurrent_kda_pool.default
+    return overload.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
+
+
 def register_undifferentiable(operator: str, function: str, why: str = _NEVER) -> None:
     """For an operator of _library that is not differentiated, or not again."""
     _register(operator, function, partial(_Undifferentiable.apply, f"{function}: {why}"))
@@ -145,3 +152,4 @@ def register() -> None:
     register_undifferentiable("chunk_kda_backward", "chunk_kda_backward", _ONCE)
     _register("recurrent_kda", "fused_recurrent_kda", _decode)
     _register("recurrent_kda_pool", "fused_recurrent_kda", _decode)
+    _library.impl("recurrent_kda_pool", _pool_was_written, "ADInplaceOrView", with_keyset=True)

@@ -209,3 +209,26 @@ def test_states_that_require_grad_are_not_updated_in_place():
     with torch.no_grad():
         native_kda.fused_recurrent_kda(**x, initial_state=states, in_place=True)
     assert not torch.equal(states, before)
+
+
+def test_a_backward_through_states_that_were_updated_is_an_error():
+    """Whoever updates them: a direct call, the operator, a compiled program."""
+    x = tuple(t.detach() for t in inputs(T=1, dtype=torch.float32).values())
+    options = (0, 0.0, None, False, False, False, False, 64)
+
+    def call(states):
+        return native_kda.fused_recurrent_kda(*x, initial_state=states, in_place=True)[0]
+
+    def operator(states):
+        more = (None, None, states, None, None, None, *options)
+        return torch.ops.native_kda.recurrent_kda_pool(*x, *more)
+
+    torch._dynamo.reset()
+    for update in (call, operator, torch.compile(call, backend="aot_eager")):
+        for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
+            states = torch.zeros(1, 2, 4, 3)
+            product = (torch.ones(1, requires_grad=True) * states).sum()
+            with mode():
+                update(states)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                product.backward()
