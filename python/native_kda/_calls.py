@@ -109,6 +109,13 @@ def check_enabled(function: str) -> None:
         )
 
 
+def torch_operation(
+    operation: str, outputs: tuple[str, ...], options: Options, given: dict[str, Any]
+) -> tuple:
+    """An operation on tensors of torch by its signature."""
+    return _autograd.operation(operation, outputs, options, given)
+
+
 def check_tensors(tensors: dict[str, Any], required: tuple[str, ...] = _TENSORS) -> None:
     """What stands where a tensor is expected: all of the kind of the first, and where that is."""
     first, leader = next(iter(tensors.items()))
@@ -331,12 +338,19 @@ def _chunk_with_states(
 ) -> tuple[Any, Any, Any]:
     ends = None
     if cu_seqlens is not None:
+        if is_torch(inputs[0]) and _autograd.is_watched():
+            raise ArgumentError(
+                "cu_seqlens: found with return_intermediate_states while the call is traced or "
+                "transformed; expected none, since a trace cannot hold that there are as many "
+                "states as its values say. Leave either out, or call eagerly"
+            )
         ends = _ends(cu_seqlens, cu_seqlens_cpu, inputs[0].shape[1])
     if is_torch(inputs[0]):
-        inputs = _torch_frame.as_kernels_read(inputs)
-        o, final_state, h = _kda.forward(
-            _torch_frame, inputs, cu_seqlens, options, with_state, with_h=True
-        )
+        inputs = _torch_frame.laid_out(inputs, _torch_frame.scattered(inputs))
+        outputs = ("o", "final_state", "h") if with_state else ("o", "h")
+        given = dict(_kda.taking_part(inputs, cu_seqlens, options))
+        o, *states, h = _autograd.operation("chunk_fwd", outputs, options, given)
+        final_state = states[0] if states else None
     else:
         arrays, cu = wrap(inputs), _arrays.wrap("cu_seqlens", cu_seqlens)
         results = _kda.forward(_arrays, arrays, cu, options, with_state, with_h=True)
@@ -356,11 +370,11 @@ def chunk_backward(
     call["return_intermediate_states"] = False  # of the forward alone
     call, inputs, options = chunk_problem(call)
     check_tensors({"q": call["q"], "do": do, "dfinal_state": dfinal_state}, ("do",))
-    needs = tuple(name in wanted for name in _kda.GRADIENTS)
+    needs = tuple(n in wanted and x is not None for n, x in zip(_kda.GRADIENTS, inputs))
     cu_seqlens = call["cu_seqlens"]
     if is_torch(inputs[0]):
-        gradients = _kda.backward(
-            _torch_frame, do, dfinal_state, inputs, cu_seqlens, options, needs
+        gradients = _autograd.chunk_backward(
+            do, dfinal_state, inputs, cu_seqlens, options, needs
         )
     else:
         arrays, cu = wrap(inputs), _arrays.wrap("cu_seqlens", cu_seqlens)

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from . import _native, _problem
 
@@ -48,11 +47,6 @@ def check(name: str, tensor: Any, first: str, leader: torch.Tensor) -> None:
         raise _problem.elsewhere(name, tensor.device, first, leader.device)
     if tensor.device.type not in _PLACES:
         raise _problem.nowhere(name, tensor.device)
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
-        raise _problem.ArgumentError(
-            f"{name}: found a tangent of forward-mode differentiation (make_dual, torch.func.jvp), "
-            "for which there is no rule here; use backward() or torch.autograd.grad"
-        )
 
 
 def check_intermediate_states(q: torch.Tensor) -> None:
@@ -147,12 +141,6 @@ def scattered(tensors: tuple) -> tuple[int, ...]:
 
 def laid_out(tensors: tuple, which: tuple[int, ...]) -> tuple:
     return tuple(t.contiguous() if i in which else t for i, t in enumerate(tensors))
-
-
-def as_kernels_read(inputs: tuple) -> tuple:
-    """With values of their own, as torch's dispatcher makes them, and laid out."""
-    inputs = tuple(t.resolve_neg() if t is not None else t for t in inputs)
-    return laid_out(inputs, scattered(inputs))
 
 
 def dense(gradient: torch.Tensor) -> torch.Tensor:

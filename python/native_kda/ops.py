@@ -112,7 +112,9 @@ def chunk_kda(
     backend: str = "auto",
     **kwargs: Any,
 ) -> tuple[Any, ...]:
-    """Kimi Delta Attention over whole sequences; differentiable for torch tensors.
+    """Kimi Delta Attention over whole sequences; differentiable for torch tensors, once, by
+    backward() and torch.autograd.grad. Where a program is traced (torch.compile, torch.export,
+    make_fx, torch.jit.trace) it is the operator torch.ops.native_kda.chunk_kda.
 
     Args:
         q, k: [B, T, H, K]; one dtype with v.
@@ -133,7 +135,7 @@ def chunk_kda(
             torch.compile and wherever no gradient is asked for.
         use_graph, max_num_seqs: accepted, of no effect: every call can be captured in a CUDA graph.
         return_intermediate_states: also returns the state entering each chunk, [B, NT, HV, K, V].
-            Only inside torch.inference_mode, or with arrays.
+            Only inside torch.inference_mode, or with arrays; not traced with cu_seqlens.
         cu_seqlens: [N+1], int64 or int32: B is 1 and holds N sequences one after another.
             cu_seqlens_cpu: the same on the host; only return_intermediate_states uses it.
         chunk_size: 64 or 32.
@@ -208,7 +210,8 @@ def chunk_kda_backward(
     wanted: tuple[str, ...] = _kda.GRADIENTS,
     **options: Any,
 ) -> dict[str, Any]:
-    """The gradients of chunk_kda, for arrays that have no automatic differentiation.
+    """The gradients of chunk_kda, for arrays that have no automatic differentiation. They are not
+    differentiable: of torch tensors that require grad they require grad, and backward() raises.
 
     Args:
         do: gradient of o. dfinal_state: gradient of final_state; None counts as zero.
@@ -262,7 +265,8 @@ def fused_recurrent_kda(
     backend: str = "auto",
     **kwargs: Any,
 ) -> tuple[Any, Any]:
-    """Kimi Delta Attention token by token, for decoding. No gradients.
+    """Kimi Delta Attention token by token, for decoding. No gradients: that an input requires grad
+    is logged once, and differentiating by torch.func is an error.
 
     The arguments are those of chunk_kda, and besides:
         state_indices: [N], int32. initial_state is then a pool of states [P, HV, K, V], which is

@@ -404,8 +404,8 @@ def test_tensors_that_are_not_what_their_memory_holds():
             results.append((o, *(torch.autograd.grad(o, y["q"], given) if wanted else ())))
     for i in (2, 3, 4, 5):
         assert all(torch.equal(a, b) for a, b in zip(results[i % 2], results[i]))
-    with pytest.raises(ValueError, match="g: found the imaginary part of a conjugate"):
-        native_kda.stages.gate_cumsum(negated(-x["g"].abs()))
+    g = -x["g"].abs()
+    assert torch.equal(*map(native_kda.stages.gate_cumsum, (negated(g), g)))
 
 
 def test_second_derivative_is_an_error():
