@@ -49,13 +49,7 @@ def check(name: str, tensor: Any, first: str, leader: torch.Tensor) -> None:
         raise _problem.nowhere(name, tensor.device)
 
 
-def check_intermediate_states(q: torch.Tensor) -> None:
-    """Of what return_intermediate_states asks for."""
-    if q.device.type not in _problem.DEVICE_TYPES:
-        raise _problem.ArgumentError(
-            f"return_intermediate_states: found True with q on {q.device}, expected it on "
-            f"{' or '.join(_problem.DEVICE_TYPES)} alone"
-        )
+def check_no_gradient_of_states() -> None:
     if not torch.is_inference_mode_enabled():
         raise _problem.ArgumentError(
             "return_intermediate_states: found True outside torch.inference_mode(), where alone it "
