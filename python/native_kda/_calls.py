@@ -102,10 +102,11 @@ def needs_operators(tensors: tuple) -> bool:
 
 
 def check_enabled(function: str) -> None:
-    """NATIVE_KDA_DISABLE is heeded by the functions that flash-linear-attention does not have, too."""
+    """NATIVE_KDA_DISABLE is heeded where flash-linear-attention has no such function, too."""
     if _log.disabled(is_tracing()):
         raise UnsupportedError(
-            f"{function}: NATIVE_KDA_DISABLE is set, and flash-linear-attention has no such function"
+            f"{function}: NATIVE_KDA_DISABLE is set, and flash-linear-attention has no such "
+            "function"
         )
 
 
@@ -275,8 +276,8 @@ def was_seen(call: dict[str, Any]) -> bool:
 
 
 def _check_on_meta(leader: Any, prepare: Callable[..., Any], *how: Any) -> None:
-    """On meta the operators tell shapes and dtypes, whatever they are given: what the library checks
-    is checked as on the CPU. Inside a trace extents need not be numbers."""
+    """On meta the operators tell shapes and dtypes, whatever they are given: what the library
+    checks is checked as on the CPU. Inside a trace extents need not be numbers."""
     if not leader.is_meta or is_tracing() or _autograd.is_watched():
         return
     try:

@@ -61,6 +61,11 @@ def original(function: str) -> Callable[..., Any]:
     return call
 
 
+def takes(tensor: Any) -> bool:
+    """Whether fla knows tensors of this kind."""
+    return _calls.is_torch(tensor)
+
+
 def _bind(function: str, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments by name, whatever the version of fla calls them by position."""
     names = tuple(_signatures[function].parameters)
