@@ -174,7 +174,10 @@ def _run_chunk(prepared: Prepared, tensors: tuple) -> tuple[torch.Tensor, torch.
 
 
 def _chunk_key(tensors: tuple, options: tuple) -> tuple | None:
-    """With disable_recompute, the last option, only a call that wants gradients keeps h."""
+    """With disable_recompute, the last option, only a call that wants gradients keeps h. What is
+    equal to a chunk size or a flag, as 64.0 is, must still be checked."""
+    if type(options[-1]) is not bool or type(options[-2]) is not int:
+        return None
     if options[-1]:
         options = (*options[:-1], wants_gradients(tensors))
     return _key(tensors, options)

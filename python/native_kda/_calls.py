@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
-from . import _arrays, _checks, _kda, _problem
+from . import _arrays, _checks, _kda, _log, _problem
 from ._problem import ArgumentError, Options, Sizes, UnsupportedError
 
 CHUNK_DEFAULTS: dict[str, Any] = dict(
@@ -102,6 +103,19 @@ def torch_operation(
     return _autograd.operation(operation, outputs, options, given)
 
 
+def needs_operators(tensors: tuple) -> bool:
+    """Of tensors of torch: whether calls go through its dispatcher."""
+    return _autograd.needs_operators(tensors)
+
+
+def check_enabled(function: str) -> None:
+    """NATIVE_KDA_DISABLE is heeded by the functions that flash-linear-attention does not have, too."""
+    if _log.disabled(is_tracing()):
+        raise UnsupportedError(
+            f"{function}: NATIVE_KDA_DISABLE is set, and flash-linear-attention has no such function"
+        )
+
+
 def check_tensors(tensors: dict[str, Any], required: tuple[str, ...] = _TENSORS) -> None:
     """What stands where a tensor is expected: all of the kind of the first, and where that is."""
     first, leader = next(iter(tensors.items()))
@@ -133,7 +147,7 @@ def _align_dtypes(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     import torch
 
     kind = q.device.type
-    if not torch.is_autocast_enabled(kind):
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return q, k, v
     dtype = torch.get_autocast_dtype(kind)
     return q.to(dtype), k.to(dtype), v.to(dtype)
@@ -154,21 +168,11 @@ def _flat(A_log: Any, dt_bias: Any, sizes: Sizes) -> tuple[Any, Any]:
 
 
 def _options(call: dict[str, Any], defaults: dict[str, Any]) -> Options:
-    """The options of a call; unknown arguments are refused."""
+    """The options of a call that _checks.natively returned; unknown arguments are refused."""
     extra = {name: call[name] for name in call if name not in defaults and name not in _TENSORS}
     state_v_first = _checks.take_state_layout(call["state_v_first"], extra)
     _checks.refuse_unknown(extra)
-    return _checks.options_of(
-        scale=call["scale"],
-        use_qk_l2norm_in_kernel=call["use_qk_l2norm_in_kernel"],
-        use_gate_in_kernel=call["use_gate_in_kernel"],
-        use_beta_sigmoid_in_kernel=call["use_beta_sigmoid_in_kernel"],
-        allow_neg_eigval=call["allow_neg_eigval"],
-        lower_bound=call["lower_bound"],
-        state_v_first=state_v_first,
-        A_log=call["A_log"],
-        chunk_size=call.get("chunk_size", 64),
-    )
+    return _checks.options_of(call, state_v_first)
 
 
 def _inputs(call: dict[str, Any], options: Options, states: Any) -> tuple:
@@ -187,12 +191,40 @@ def _inputs(call: dict[str, Any], options: Options, states: Any) -> tuple:
     return (*tensors, A_log, dt_bias, call["initial_state"])
 
 
-def chunk_problem(call: dict[str, Any]) -> tuple[tuple, Options]:
-    """The inputs and options of a call of chunk_kda."""
+def _check_host_lengths(host: Any, q: Any, cu_seqlens: Any) -> None:
+    """What can be said of cu_seqlens_cpu without reading it. Beside arrays it is of any package:
+    CuPy has no arrays on the host."""
+    name = "cu_seqlens_cpu"
+    check_tensors({name: host})
+    of_torch = is_torch(q)
+    if is_torch(host) != of_torch:
+        expected = "a tensor of torch" if of_torch else "an array"
+        raise ArgumentError(f"{name}: found {type(host).__name__}, expected {expected}, as q is")
+    place = host.device if of_torch else _arrays.place(_arrays.Array(name, host))
+    if str(place) != "cpu":
+        raise ArgumentError(f"{name}: found on {place}, expected cpu")
+    if str(host.dtype).removeprefix("torch.") not in ("int32", "int64"):
+        raise ArgumentError(f"{name}: found dtype {host.dtype}, expected int64 or int32")
+    if tuple(host.shape) != tuple(cu_seqlens.shape):
+        raise ArgumentError(
+            f"{name}: found shape {list(host.shape)}, expected that of cu_seqlens, "
+            f"{list(cu_seqlens.shape)}"
+        )
+
+
+def _check_intermediate_states(call: dict[str, Any]) -> None:
+    if is_torch(call["q"]):
+        _torch_frame.check_intermediate_states(call["q"])
+    host, cu_seqlens = call["cu_seqlens_cpu"], call["cu_seqlens"]
+    if host is not None and cu_seqlens is not None:
+        _check_host_lengths(host, call["q"], cu_seqlens)
+
+
+def chunk_problem(call: dict[str, Any]) -> tuple[dict[str, Any], tuple, Options]:
+    """A call of chunk_kda with its options as values of Python, its inputs and its options."""
+    call = _checks.natively(call)
     check_tensors(_tensors_in(call))
     options = _options(call, CHUNK_DEFAULTS)
-    if call["return_intermediate_states"] and is_torch(call["q"]):
-        _torch_frame.check_no_gradient_of_states()
     if call["cp_context"] is not None:
         raise UnsupportedError("cp_context: context parallelism is not implemented")
     _checks.check_safe_gate(call["safe_gate"], call["use_gate_in_kernel"], call["lower_bound"])
@@ -205,7 +237,9 @@ def chunk_problem(call: dict[str, Any]) -> tuple[tuple, Options]:
             raise ArgumentError(
                 f"initial_state: found dtype {found}, initial_state must be in float32"
             )
-    return inputs, options
+    if call["return_intermediate_states"]:
+        _check_intermediate_states(call)
+    return call, inputs, options
 
 
 def wrap(inputs: tuple) -> tuple:
@@ -238,6 +272,17 @@ def was_seen(call: dict[str, Any]) -> bool:
     return _may_be_seen(call, _CHUNK_LENGTH) and _autograd.chunk_was_seen(call)
 
 
+def _check_on_meta(prepare: Callable[..., Any], inputs: tuple, *how: Any) -> None:
+    """On meta the operators tell shapes and dtypes, whatever they are given: what the library checks
+    is checked as on the CPU. Inside torch.compile extents need not be numbers."""
+    if not inputs[0].is_meta or is_tracing():
+        return
+    try:
+        prepare(_torch_frame.OnMeta, inputs, *how)
+    except UnsupportedError:  # there; somewhere else it may be supported
+        pass
+
+
 def chunk(call: dict[str, Any]) -> tuple[Any, ...]:
     """chunk_kda."""
     result = key = None
@@ -245,11 +290,12 @@ def chunk(call: dict[str, Any]) -> tuple[Any, ...]:
         result, key = _autograd.chunk_seen(call)
         if result is not None:
             return result
-    inputs, options = chunk_problem(call)
-    cu_seqlens, with_state = call["cu_seqlens"], bool(call["output_final_state"])
+    call, inputs, options = chunk_problem(call)
+    cu_seqlens, with_state = call["cu_seqlens"], call["output_final_state"]
     if call["return_intermediate_states"]:
         return _chunk_with_states(inputs, cu_seqlens, call["cu_seqlens_cpu"], options, with_state)
     if is_torch(inputs[0]):
+        _check_on_meta(_kda.prepare_forward, inputs, cu_seqlens, options, with_state)
         return _autograd.chunk_kda(call, key, inputs, cu_seqlens, options, with_state)
     arrays, cu = wrap(inputs), _arrays.wrap("cu_seqlens", cu_seqlens)
     o, final_state, _ = _kda.forward(_arrays, arrays, cu, options, with_state)
@@ -262,12 +308,6 @@ def _ends(cu_seqlens: Any, cu_seqlens_cpu: Any, T: int) -> list[int]:
     """
     if cu_seqlens_cpu is None:
         return cu_seqlens.tolist()
-    check_tensors({"cu_seqlens_cpu": cu_seqlens_cpu})
-    if tuple(cu_seqlens_cpu.shape) != tuple(cu_seqlens.shape):
-        raise ArgumentError(
-            f"cu_seqlens_cpu: found shape {list(cu_seqlens_cpu.shape)}, expected that of "
-            f"cu_seqlens, {list(cu_seqlens.shape)}"
-        )
     ends = cu_seqlens_cpu.tolist()
     if ends[0] != 0 or ends[-1] > T or ends != sorted(ends):
         raise ArgumentError(
@@ -306,6 +346,7 @@ def _chunk_with_states(
             )
         ends = _ends(cu_seqlens, cu_seqlens_cpu, inputs[0].shape[1])
     if is_torch(inputs[0]):
+        inputs = _torch_frame.as_kernels_read(inputs)
         outputs = ("o", "final_state", "h") if with_state else ("o", "h")
         given = dict(_kda.taking_part(inputs, cu_seqlens, options))
         o, *states, h = _autograd.operation("chunk_fwd", outputs, options, given)
@@ -327,7 +368,7 @@ def chunk_backward(
 ) -> dict[str, Any]:
     """The gradients of chunk_kda by name."""
     call["return_intermediate_states"] = False  # of the forward alone
-    inputs, options = chunk_problem(call)
+    call, inputs, options = chunk_problem(call)
     check_tensors({"q": call["q"], "do": do, "dfinal_state": dfinal_state}, ("do",))
     needs = tuple(n in wanted and x is not None for n, x in zip(_kda.GRADIENTS, inputs))
     cu_seqlens = call["cu_seqlens"]
@@ -345,6 +386,18 @@ def chunk_backward(
     return {name: x for name, x in zip(_kda.GRADIENTS, gradients) if x is not None}
 
 
+def _check_states_in_place(states: Any, indices: Any) -> None:
+    if states is None:
+        raise ArgumentError(
+            "initial_state: absent, expected the states that are updated in place"
+        )
+    if not is_tracing():
+        frame = _torch_frame if is_torch(states) else _arrays
+        frame.check_writable("initial_state", states)
+    if indices is not None and states.shape[0] == 0:
+        raise ArgumentError("initial_state: found a pool of 0 states, expected one at least")
+
+
 def recurrent(call: dict[str, Any]) -> tuple[Any, Any]:
     """fused_recurrent_kda."""
     result = key = None
@@ -352,24 +405,21 @@ def recurrent(call: dict[str, Any]) -> tuple[Any, Any]:
         result, key = _autograd.recurrent_seen(call)
         if result is not None:
             return result
+    call = _checks.natively(call)
     check_tensors(_tensors_in(call))
     options = _options(call, RECURRENT_DEFAULTS)
     states, indices = call["initial_state"], call["state_indices"]
     accepted, cu_seqlens = call["num_accepted"], call["cu_seqlens"]
-    in_place = bool(call["in_place"]) or indices is not None or accepted is not None
-    if in_place and states is None:
-        raise ArgumentError(
-            "initial_state: absent, expected the states that are updated in place"
-        )
+    in_place = call["in_place"] or indices is not None or accepted is not None
     inputs = _inputs(call, options, None if indices is not None else states)
-    with_state = bool(call["output_final_state"])
-    if is_torch(inputs[0]):
-        return _autograd.recurrent_kda(
-            call, key, inputs, cu_seqlens, options, with_state, indices, accepted, in_place
-        )
-    arrays, cu = wrap(inputs), _arrays.wrap("cu_seqlens", cu_seqlens)
     if in_place:
-        _arrays.check_writable("initial_state", states)
+        _check_states_in_place(states, indices)
+    with_state = call["output_final_state"]
+    if is_torch(inputs[0]):
+        more = (options, with_state, indices, accepted, in_place)
+        _check_on_meta(_kda.prepare_recurrent, inputs, cu_seqlens, *more)
+        return _autograd.recurrent_kda(call, key, inputs, cu_seqlens, *more)
+    arrays, cu = wrap(inputs), _arrays.wrap("cu_seqlens", cu_seqlens)
     indices = _arrays.wrap("state_indices", indices)
     accepted = _arrays.wrap("num_accepted", accepted)
     o, final_state = _kda.recurrent(

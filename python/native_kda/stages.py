@@ -17,14 +17,20 @@ from . import _arrays, _calls, _checks, _operations, _problem
 from ._problem import Options
 
 
-def _options(scale: Any = None, chunk_size: Any = 64, **others: Any) -> Options:
-    if scale is not None:
-        scale = _checks.number("scale", scale)
-    return Options(scale=scale, chunk_size=_checks.rows_of_a_chunk(chunk_size), **others)
+def _options(
+    scale: Any = None, chunk_size: Any = 64, state_v_first: Any = False, **gate: Any
+) -> Options:
+    return Options(
+        scale=None if scale is None else _checks.number("scale", scale),
+        state_v_first=_checks.flag("state_v_first", state_v_first),
+        chunk_size=_checks.rows_of_a_chunk(chunk_size),
+        **gate,
+    )
 
 
 def _run(operation: str, outputs: tuple[str, ...], options: Options, **tensors: Any) -> tuple:
     """Runs a stage; the outputs in the order of their names."""
+    _calls.check_enabled(f"stages.{operation}")
     specs = _operations.inputs_of(operation)
     _calls.check_tensors(tensors, tuple(spec.name for spec in specs if spec.required))
     given = {x.name: tensors[x.name] for x in specs if tensors.get(x.name) is not None}
@@ -102,6 +108,7 @@ def state_scan(
     chunk_size: int = 64,
 ) -> tuple[Any, ...]:
     """h, v_new and final_state (None unless asked for); with do also dq_raw = do h^T in fp32."""
+    output_final_state = _checks.flag("output_final_state", output_final_state)
     outputs = ["h", "v_new"]
     outputs += ["final_state"] if output_final_state else []
     outputs += ["dq_raw"] if do is not None else []
