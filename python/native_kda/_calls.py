@@ -346,7 +346,7 @@ def _chunk_with_states(
             )
         ends = _ends(cu_seqlens, cu_seqlens_cpu, inputs[0].shape[1])
     if is_torch(inputs[0]):
-        inputs = _torch_frame.as_kernels_read(inputs)
+        inputs = _torch_frame.laid_out(inputs, _torch_frame.scattered(inputs))
         outputs = ("o", "final_state", "h") if with_state else ("o", "h")
         given = dict(_kda.taking_part(inputs, cu_seqlens, options))
         o, *states, h = _autograd.operation("chunk_fwd", outputs, options, given)

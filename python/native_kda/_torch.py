@@ -144,12 +144,6 @@ def laid_out(tensors: tuple, which: tuple[int, ...]) -> tuple:
     return tuple(t.contiguous() if i in which else t for i, t in enumerate(tensors))
 
 
-def as_kernels_read(inputs: tuple) -> tuple:
-    """With values of their own, as torch's dispatcher makes them, and laid out."""
-    inputs = tuple(t.resolve_neg() if t is not None else t for t in inputs)
-    return laid_out(inputs, scattered(inputs))
-
-
 def dense(gradient: torch.Tensor) -> torch.Tensor:
     """Gradients of sums come expanded. The Hopper kernels refuse strides of 0 and channels that do
     not lie together, and beside a backward a copy costs nothing."""

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 
 with contextlib.suppress(ImportError):
-    import torch  # noqa: F401  # first, so that its operators are there whichever test comes first
+    import torch  # first, so that its operators are there whichever test comes first
 
 import native_kda
 
