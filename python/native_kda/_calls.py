@@ -96,13 +96,6 @@ def torch_frame() -> Any:
     return _torch_frame
 
 
-def torch_operation(
-    operation: str, outputs: tuple[str, ...], options: Options, given: dict[str, Any]
-) -> tuple:
-    """An operation on tensors of torch by its signature."""
-    return _autograd.operation(operation, outputs, options, given)
-
-
 def needs_operators(tensors: tuple) -> bool:
     """Of tensors of torch: whether calls go through its dispatcher."""
     return _autograd.needs_operators(tensors)
@@ -114,6 +107,13 @@ def check_enabled(function: str) -> None:
         raise UnsupportedError(
             f"{function}: NATIVE_KDA_DISABLE is set, and flash-linear-attention has no such function"
         )
+
+
+def torch_operation(
+    operation: str, outputs: tuple[str, ...], options: Options, given: dict[str, Any]
+) -> tuple:
+    """An operation on tensors of torch by its signature."""
+    return _autograd.operation(operation, outputs, options, given)
 
 
 def check_tensors(tensors: dict[str, Any], required: tuple[str, ...] = _TENSORS) -> None:

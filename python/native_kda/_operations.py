@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import _checks, _problem
-from ._problem import SPECS, ArgumentError, Frame, Options, Sizes, Spec
+from ._problem import SPECS, ArgumentError, Frame, Options, Prepared, Sizes, Spec
 
 _IN_FP32 = ("final_state", "dinitial_state", "dg", "dbeta")
 
@@ -80,11 +80,17 @@ def rows_of(
     return sizes, rows
 
 
+def prepare(
+    frame: Frame, operation: str, outputs: tuple[str, ...], options: Options, given: Given
+) -> Prepared:
+    sizes, rows = rows_of(frame, operation, outputs, options, given)
+    number = _problem.OPERATIONS.index(operation)
+    return _problem.prepare(frame, number, sizes, options, list(given.items()), rows)
+
+
 def run(
     frame: Frame, operation: str, outputs: tuple[str, ...], options: Options, given: Given
 ) -> tuple:
     """The outputs in the order of their names."""
-    sizes, rows = rows_of(frame, operation, outputs, options, given)
-    number = _problem.OPERATIONS.index(operation)
-    prepared = _problem.prepare(frame, number, sizes, options, list(given.items()), rows)
+    prepared = prepare(frame, operation, outputs, options, given)
     return tuple(_problem.execute(frame, prepared, tuple(given.values())))

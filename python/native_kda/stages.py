@@ -17,15 +17,8 @@ from . import _arrays, _calls, _checks, _operations, _problem
 from ._problem import Options
 
 
-def _options(
-    scale: Any = None, chunk_size: Any = 64, state_v_first: Any = False, **gate: Any
-) -> Options:
-    return Options(
-        scale=None if scale is None else _checks.number("scale", scale),
-        state_v_first=_checks.flag("state_v_first", state_v_first),
-        chunk_size=_checks.rows_of_a_chunk(chunk_size),
-        **gate,
-    )
+def _options(**options: Any) -> Options:
+    return Options(**_checks.natively(options))
 
 
 def _run(operation: str, outputs: tuple[str, ...], options: Options, **tensors: Any) -> tuple:
