@@ -31,8 +31,8 @@
 // Barriers, each per stage: `full`: the loading lane's arrival with the bytes of the record and of
 // v; consumers wait. `empty`: one arrival a consumer thread; the loading lane waits. For each
 // buffer of a staging that a warp stores: a named barrier where the consumers arrive and that warp
-// waits, and `o_free` or `h_free`, where its lanes, or the one that copies h, arrive once they have
-// read it; consumers wait. Named barriers 1 + g: within consumer warpgroup g (staging without
+// waits, and `o_free` or `h_free`, where its first lane arrives once the warp, or its copy of h,
+// has read it; consumers wait. Named barriers 1 + g: within consumer warpgroup g (staging without
 // storing warps).
 //
 // kForward takes v for finite: no instruction of a chunk looks. What is not finite would reach back

@@ -110,8 +110,8 @@ __device__ __forceinline__ void init(ForwardBarriers& barriers, const ScanShape&
     ptx::mbarrier_init(&barriers.empty[i], static_cast<uint32_t>(128 * shape.groups));
   }
   for (int group = 0; group < shape.groups; ++group) {
-    ptx::mbarrier_init(&barriers.o_free[group][0], 32);
-    ptx::mbarrier_init(&barriers.o_free[group][1], 32);
+    ptx::mbarrier_init(&barriers.o_free[group][0], 1);
+    ptx::mbarrier_init(&barriers.o_free[group][1], 1);
     ptx::mbarrier_init(&barriers.h_free[group], 1);
   }
   ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
@@ -222,6 +222,10 @@ __device__ void load_chunks(const ScanParams& p, const ForwardWork& work,
                                 &p.v_map, from, full);
     }
   }
+  // Or the lanes that only count chunks are at the kernel's end at once, and a warp that waits
+  // there for the launch before this one (cudaGridDependencySynchronize) loads nothing meanwhile:
+  // the second scan of the backward stood until the first was over.
+  __syncwarp();
 }
 
 }  // namespace kda::cuda::sm90

@@ -132,7 +132,8 @@ __device__ void store_chunks(const ScanParams& p, const ForwardWork& work,
     const Units units(p, work, group, chunk, lane);
     uint4 x[Units::kRows];
     units.load(x, memory.o(group, buffer));
-    ptx::mbarrier_arrive(&barriers.o_free[group][buffer]);
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(&barriers.o_free[group][buffer]);
     units.store(x, rows_of(work, chunk));
     if (with_h && lane == 0) {
       wait_for_copies_to_read();
