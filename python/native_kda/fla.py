@@ -45,6 +45,11 @@ def _module(function: str) -> Any:
     return importlib.import_module(f"fla.ops.{name}")
 
 
+def takes(q: Any) -> bool:
+    """Whether flash-linear-attention takes such a tensor."""
+    return _calls.is_torch(q)
+
+
 def original(function: str) -> Callable[..., Any]:
     """fla's function, which does not come back here. ImportError if there is no fla."""
     own = _replaced.get(function) or getattr(_module(function), function)

@@ -41,7 +41,7 @@ def _to_fla(function: str, reason: str, call: dict[str, Any], defaults: dict[str
     """The call as flash-linear-attention does it; `reason` says why, once in the log."""
     from . import fla
 
-    if not _calls.is_torch(call["q"]):
+    if not fla.takes(call["q"]):
         raise UnsupportedError(
             f"{function}: {reason}; flash-linear-attention takes tensors of torch alone, found q "
             f"of type {type(call['q']).__name__}"
