@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import _arrays, _checks, _kda, _log, _problem
+from . import _arrays, _checks, _kda, _log, _operations, _problem
 from ._problem import ArgumentError, Options, Sizes, UnsupportedError
 
 CHUNK_DEFAULTS: dict[str, Any] = dict(
@@ -113,6 +113,8 @@ def torch_operation(
     operation: str, outputs: tuple[str, ...], options: Options, given: dict[str, Any]
 ) -> tuple:
     """An operation on tensors of torch by its signature."""
+    leader = next(iter(given.values()))
+    _check_on_meta(leader, _operations.prepare, operation, outputs, options, given)
     return _autograd.operation(operation, outputs, options, given)
 
 
@@ -214,7 +216,7 @@ def _check_host_lengths(host: Any, q: Any, cu_seqlens: Any) -> None:
 
 def _check_intermediate_states(call: dict[str, Any]) -> None:
     if is_torch(call["q"]):
-        _torch_frame.check_intermediate_states(call["q"])
+        _torch_frame.check_no_gradient_of_states()
     host, cu_seqlens = call["cu_seqlens_cpu"], call["cu_seqlens"]
     if host is not None and cu_seqlens is not None:
         _check_host_lengths(host, call["q"], cu_seqlens)
@@ -272,13 +274,13 @@ def was_seen(call: dict[str, Any]) -> bool:
     return _may_be_seen(call, _CHUNK_LENGTH) and _autograd.chunk_was_seen(call)
 
 
-def _check_on_meta(prepare: Callable[..., Any], inputs: tuple, *how: Any) -> None:
+def _check_on_meta(leader: Any, prepare: Callable[..., Any], *how: Any) -> None:
     """On meta the operators tell shapes and dtypes, whatever they are given: what the library checks
-    is checked as on the CPU. Inside torch.compile extents need not be numbers."""
-    if not inputs[0].is_meta or is_tracing():
+    is checked as on the CPU. Inside a trace extents need not be numbers."""
+    if not leader.is_meta or is_tracing() or _autograd.is_watched():
         return
     try:
-        prepare(_torch_frame.OnMeta, inputs, *how)
+        prepare(_torch_frame.OnMeta, *how)
     except UnsupportedError:  # there; somewhere else it may be supported
         pass
 
@@ -295,7 +297,8 @@ def chunk(call: dict[str, Any]) -> tuple[Any, ...]:
     if call["return_intermediate_states"]:
         return _chunk_with_states(inputs, cu_seqlens, call["cu_seqlens_cpu"], options, with_state)
     if is_torch(inputs[0]):
-        _check_on_meta(_kda.prepare_forward, inputs, cu_seqlens, options, with_state)
+        how = (inputs, cu_seqlens, options, with_state)
+        _check_on_meta(inputs[0], _kda.prepare_forward, *how)
         return _autograd.chunk_kda(call, key, inputs, cu_seqlens, options, with_state)
     arrays, cu = wrap(inputs), _arrays.wrap("cu_seqlens", cu_seqlens)
     o, final_state, _ = _kda.forward(_arrays, arrays, cu, options, with_state)
@@ -338,18 +341,18 @@ def _chunk_with_states(
 ) -> tuple[Any, Any, Any]:
     ends = None
     if cu_seqlens is not None:
-        if is_torch(inputs[0]) and _autograd.is_watched():
+        if is_torch(inputs[0]) and (_autograd.is_watched() or cu_seqlens.is_meta):
             raise ArgumentError(
                 "cu_seqlens: found with return_intermediate_states while the call is traced or "
-                "transformed; expected none, since a trace cannot hold that there are as many "
-                "states as its values say. Leave either out, or call eagerly"
+                "transformed, or on meta; expected none, since there are as many states as its "
+                "values say. Leave either out, or call eagerly"
             )
         ends = _ends(cu_seqlens, cu_seqlens_cpu, inputs[0].shape[1])
     if is_torch(inputs[0]):
         inputs = _torch_frame.laid_out(inputs, _torch_frame.scattered(inputs))
         outputs = ("o", "final_state", "h") if with_state else ("o", "h")
         given = dict(_kda.taking_part(inputs, cu_seqlens, options))
-        o, *states, h = _autograd.operation("chunk_fwd", outputs, options, given)
+        o, *states, h = torch_operation("chunk_fwd", outputs, options, given)
         final_state = states[0] if states else None
     else:
         arrays, cu = wrap(inputs), _arrays.wrap("cu_seqlens", cu_seqlens)
@@ -373,9 +376,9 @@ def chunk_backward(
     needs = tuple(n in wanted and x is not None for n, x in zip(_kda.GRADIENTS, inputs))
     cu_seqlens = call["cu_seqlens"]
     if is_torch(inputs[0]):
-        gradients = _autograd.chunk_backward(
-            do, dfinal_state, inputs, cu_seqlens, options, needs
-        )
+        how = (do, dfinal_state, inputs, cu_seqlens, options, needs)
+        _check_on_meta(do, _kda.prepare_backward, *how)
+        gradients = _autograd.chunk_backward(*how)
     else:
         arrays, cu = wrap(inputs), _arrays.wrap("cu_seqlens", cu_seqlens)
         do, dfinal_state = _arrays.wrap("do", do), _arrays.wrap("dfinal_state", dfinal_state)
@@ -417,7 +420,7 @@ def recurrent(call: dict[str, Any]) -> tuple[Any, Any]:
     with_state = call["output_final_state"]
     if is_torch(inputs[0]):
         more = (options, with_state, indices, accepted, in_place)
-        _check_on_meta(_kda.prepare_recurrent, inputs, cu_seqlens, *more)
+        _check_on_meta(inputs[0], _kda.prepare_recurrent, inputs, cu_seqlens, *more)
         return _autograd.recurrent_kda(call, key, inputs, cu_seqlens, *more)
     arrays, cu = wrap(inputs), _arrays.wrap("cu_seqlens", cu_seqlens)
     indices = _arrays.wrap("state_indices", indices)

@@ -49,13 +49,7 @@ def check(name: str, tensor: Any, first: str, leader: torch.Tensor) -> None:
         raise _problem.nowhere(name, tensor.device)
 
 
-def check_intermediate_states(q: torch.Tensor) -> None:
-    """Of what return_intermediate_states asks for."""
-    if q.device.type not in _problem.DEVICE_TYPES:
-        raise _problem.ArgumentError(
-            f"return_intermediate_states: found True with q on {q.device}, expected it on "
-            f"{' or '.join(_problem.DEVICE_TYPES)} alone"
-        )
+def check_no_gradient_of_states() -> None:
     # torch.compile cannot ask; there a gradient of h is an error when it is asked for.
     if not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
         raise _problem.ArgumentError(
