@@ -45,6 +45,11 @@ def _module(function: str) -> Any:
     return importlib.import_module(f"fla.ops.{name}")
 
 
+def takes(q: Any) -> bool:
+    """Whether flash-linear-attention takes such a tensor."""
+    return _calls.is_torch(q)
+
+
 def original(function: str) -> Callable[..., Any]:
     """fla's function, which does not come back here. ImportError if there is no fla."""
     own = _replaced.get(function) or getattr(_module(function), function)
@@ -59,11 +64,6 @@ def original(function: str) -> Callable[..., Any]:
             _state.bypass = before
 
     return call
-
-
-def takes(tensor: Any) -> bool:
-    """Whether fla knows tensors of this kind."""
-    return _calls.is_torch(tensor)
 
 
 def _bind(function: str, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,11 @@
 """Fixtures of the Python tests. They test the installed package, never the sources beside them."""
 
+import contextlib
+
 import pytest
+
+with contextlib.suppress(ImportError):
+    import torch  # first, so that its operators are there whichever test comes first
 
 import native_kda
 
