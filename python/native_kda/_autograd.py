@@ -13,7 +13,12 @@ import torch
 from torch.autograd import forward_ad
 
 from . import _kda, _library, _native, _operations, _problem, _torch
-from ._derivatives import chunk_kda_backward, refuse_gradients, wants_gradients
+from ._derivatives import (
+    check_in_place,
+    chunk_kda_backward,
+    refuse_gradients,
+    wants_gradients,
+)
 from ._problem import Options, Prepared
 
 is_compiling = torch.compiler.is_compiling
@@ -225,11 +230,12 @@ def chunk_kda(
 
 
 def _run_decode(prepared: Prepared, tensors: tuple, in_place: bool) -> tuple[Any, Any]:
-    refuse_gradients(tensors[:8], in_place)
+    refuse_gradients(tensors)
     states = tensors[7]
     given = _present(tensors)
     if not in_place:
         return _forward(prepared, given)
+    check_in_place(states)
     o, _ = _forward(prepared, (*given, states))
     torch.autograd.graph.increment_version(states)
     return o, states

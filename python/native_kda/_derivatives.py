@@ -37,20 +37,26 @@ def wants_gradients(tensors: tuple) -> bool:
     return False
 
 
-def refuse_gradients(tensors: tuple, in_place: bool) -> None:
-    """A decode step has none: where one was wanted that must not go unnoticed. `tensors` are its
-    inputs."""
-    if not wants_gradients(tensors):
-        return
-    if in_place and tensors[7].requires_grad:
+def refuse_gradients(tensors: tuple) -> None:
+    """A decode step has none: where one was wanted that must not go unnoticed."""
+    if wants_gradients(tensors) and not torch.compiler.is_compiling():
+        _log.once(
+            "fused_recurrent_kda has no gradients: its results do not require grad though an input "
+            "does. Call it under torch.no_grad(), or chunk_kda for gradients"
+        )
+
+
+def check_in_place(states: torch.Tensor) -> None:
+    """As torch has it for its own operators."""
+    if states.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(
             "initial_state: found a tensor that requires grad, expected one that can be updated in "
             "place; call under torch.no_grad() or detach it"
         )
-    if not torch.compiler.is_compiling():
-        _log.once(
-            "fused_recurrent_kda has no gradients: its results do not require grad though an input "
-            "does. Call it under torch.no_grad(), or chunk_kda for gradients"
+    if states.is_inference() and not torch.is_inference_mode_enabled():
+        raise ArgumentError(
+            "initial_state: found a tensor made in torch.inference_mode(), expected one that can "
+            "be updated in place outside; call in that mode or clone it"
         )
 
 
@@ -129,13 +135,13 @@ class _Undifferentiable(torch.autograd.Function):
 
 
 def _decode(overload: Any, keyset: Any, *args: Any) -> Any:
-    in_place = overload is torch.ops.native_kda.recurrent_kda_pool.default
-    refuse_gradients(args[:8], in_place)
+    refuse_gradients(args[:8])
     return _below(overload, keyset, *args)
 
 
-def _pool_was_written(keyset: Any, *args: Any) -> Any:
-    """So that a backward which needs the states as they were is an error."""
+def _pool(keyset: Any, *args: Any) -> Any:
+    """A backward that needs the states as they were is an error from now on."""
+    check_in_place(args[7])
     torch.autograd.graph.increment_version(args[7])
     overload = torch.ops.native_kda.recurrent_kda_pool.default
     return overload.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
@@ -152,4 +158,4 @@ def register() -> None:
     register_undifferentiable("chunk_kda_backward", "chunk_kda_backward", _ONCE)
     _register("recurrent_kda", "fused_recurrent_kda", _decode)
     _register("recurrent_kda_pool", "fused_recurrent_kda", _decode)
-    _library.impl("recurrent_kda_pool", _pool_was_written, "ADInplaceOrView", with_keyset=True)
+    _library.impl("recurrent_kda_pool", _pool, "ADInplaceOrView", with_keyset=True)

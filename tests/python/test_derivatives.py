@@ -1,5 +1,6 @@
 """Derivatives that there are not: an error wherever one is asked for, never a wrong number."""
 
+import contextlib
 import logging
 
 import pytest
@@ -205,6 +206,10 @@ def test_states_that_require_grad_are_not_updated_in_place():
                     native_kda.fused_recurrent_kda(**x, initial_state=given.detach().clone(), **how)
                 with pytest.raises(ValueError, match="^initial_state: .*requires grad"):
                     native_kda.fused_recurrent_kda(**x, initial_state=given, **how)
+            torch._dynamo.reset()
+            with pytest.raises(Exception, match="initial_state: .*requires grad"):
+                torch.compile(native_kda.fused_recurrent_kda, backend="aot_eager")(
+                    **x, initial_state=given, **how)
             assert torch.equal(given, before)
     with torch.no_grad():
         native_kda.fused_recurrent_kda(**x, initial_state=states, in_place=True)
@@ -232,3 +237,20 @@ def test_a_backward_through_states_that_were_updated_is_an_error():
                 update(states)
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 product.backward()
+
+
+def test_states_of_inference_mode_are_updated_there_alone():
+    x = {n: t.detach() for n, t in inputs(T=1, dtype=torch.float32).items()}
+    with torch.inference_mode():
+        states = torch.zeros(1, 2, 4, 3)
+    indices = torch.zeros(1, dtype=torch.int32)
+    for how in (dict(in_place=True), dict(state_indices=indices), dict(num_accepted=indices)):
+        for mode in (torch.no_grad, torch.enable_grad):
+            native_kda.fused_recurrent_kda(**x, initial_state=states.clone(), **how)  # remembered
+            for watched in (contextlib.nullcontext, forward_ad.dual_level):
+                with mode(), watched(), pytest.raises(ValueError, match="^initial_state: .*mode"):
+                    native_kda.fused_recurrent_kda(**x, initial_state=states, **how)
+    assert not states.any()
+    with torch.inference_mode():
+        native_kda.fused_recurrent_kda(**x, initial_state=states, in_place=True)
+    assert states.any()
