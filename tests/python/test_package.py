@@ -17,8 +17,8 @@ import native_kda
 
 PACKAGE = pathlib.Path(native_kda.__file__).parent
 MODULES = ("__init__", "_arrays", "_autograd", "_calls", "_checks", "_derivatives", "_kda",
-           "_library", "_log", "_operations", "_problem", "_torch", "doctor", "fla", "ops", "run",
-           "stages", "support")
+           "_lengths", "_library", "_log", "_operations", "_problem", "_torch", "doctor", "fla",
+           "ops", "run", "stages", "support")
 
 
 def python(*arguments, **variables):
