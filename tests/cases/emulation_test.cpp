@@ -15,6 +15,7 @@
 #include "compare.h"
 #include "execute.h"
 #include "generate.h"
+#include "support/correlated_keys.h"
 
 namespace kda::cases {
 namespace {
@@ -28,6 +29,17 @@ CaseSpec spec_of(Family family, DType io) {
   spec.io = io;
   spec.sizes = {1, 140, 1, 2, 128, 64, 0, 0};
   spec.gradients = false;
+  return spec;
+}
+
+/// Rows behind the last sequence, and options that go with the gate.
+CaseSpec packed_spec(Family family, Gate gate) {
+  CaseSpec spec = spec_of(family, DType::kBF16);
+  spec.poison_tail = true;
+  spec.gate = gate;
+  spec.qk_l2norm = gate != Gate::kNone;
+  spec.beta_sigmoid = spec.allow_neg_eigval = gate == Gate::kSoftplus;
+  spec.state_v_first = gate == Gate::kLowerBound;
   return spec;
 }
 
@@ -48,14 +60,9 @@ Difference error(const Case& c, const Emulation& emulation, const TensorMap& exp
 TEST(Emulation, WithoutRoundingIsTheRecurrence) {
   for (const Family family : {Family::kUnit, Family::kCorr, Family::kMix, Family::kDeep}) {
     for (const Gate gate : {Gate::kNone, Gate::kSoftplus, Gate::kLowerBound}) {
-      CaseSpec spec = spec_of(family, DType::kBF16);
+      CaseSpec spec = packed_spec(family, gate);
       spec.sizes = {1, 220, 1, 2, 64, 64, 0, 0};
       spec.cu_seqlens = {0, 0, 10, 210};
-      spec.poison_tail = true;
-      spec.gate = gate;
-      spec.qk_l2norm = gate != Gate::kNone;
-      spec.beta_sigmoid = spec.allow_neg_eigval = gate == Gate::kSoftplus;
-      spec.state_v_first = gate == Gate::kLowerBound;
       const Case c = generate(spec);
       const TensorMap expected = reference_of(c);
       for (const Form form : {Form::kWu, Form::kR}) {
@@ -164,15 +171,10 @@ TensorMap backward_reference_of(const Case& c) {
 TEST(Emulation, BackwardWithoutRoundingIsTheRecurrence) {
   for (const Family family : {Family::kUnit, Family::kCorr, Family::kMix, Family::kDeep}) {
     for (const Gate gate : {Gate::kNone, Gate::kSoftplus, Gate::kLowerBound}) {
-      CaseSpec spec = spec_of(family, DType::kBF16);
+      CaseSpec spec = packed_spec(family, gate);
       spec.gradients = true;
       spec.sizes = {1, 150, 1, 2, 64, 64, 0, 0};
       spec.cu_seqlens = {0, 0, 70, 140};
-      spec.poison_tail = true;
-      spec.gate = gate;
-      spec.qk_l2norm = gate != Gate::kNone;
-      spec.beta_sigmoid = spec.allow_neg_eigval = gate == Gate::kSoftplus;
-      spec.state_v_first = gate == Gate::kLowerBound;
       const Case c = generate(spec);
       const TensorMap expected = backward_reference_of(c);
       for (const Form form : {Form::kWu, Form::kR}) {
@@ -337,15 +339,7 @@ TEST(Emulation, SumsOfFewValues) {
 
 // The case of Sm90ChunkBackward.ShortSequencesOfCorrelatedKeys.
 TEST(Emulation, ShortSequencesOfCorrelatedKeys) {
-  CaseSpec spec = spec_of(Family::kCorr, DType::kBF16);
-  spec.gradients = true;
-  spec.sizes = {1, 62, 1, 1, 128, 64, 0, 0};
-  spec.cu_seqlens = {0, 1, 44, 44, 45, 48, 62};
-  spec.gate = Gate::kSoftplus;
-  spec.qk_l2norm = spec.beta_sigmoid = true;
-  spec.initial_state = spec.dfinal_state = false;
-  for (const uint64_t seed : {3, 46}) {
-    spec.seed = seed;
+  for (const CaseSpec& spec : short_sequences_of_correlated_keys()) {
     const Case c = generate(spec);
     const HostTensor expected = backward_reference_of(c).at(kDdtBias);
     const TensorMap theirs = emulated_rounding(c, DType::kBF16);
@@ -355,7 +349,7 @@ TEST(Emulation, ShortSequencesOfCorrelatedKeys) {
     const auto error_of = [&](const Emulation& emulation) {
       return compare(c, kDdtBias, emulate_backward(c, emulation).at(kDdtBias), expected).ratio;
     };
-    fmt::print("ddt_bias, seed {}: limit {:.1e}, one term {:.1e}, two {:.1e}\n", seed, limit,
+    fmt::print("ddt_bias, seed {}: limit {:.1e}, one term {:.1e}, two {:.1e}\n", spec.seed, limit,
                error_of(one_term), error_of(hopper(DType::kBF16)));
     EXPECT_GT(error_of(one_term), limit);
     EXPECT_LT(error_of(hopper(DType::kBF16)), limit);

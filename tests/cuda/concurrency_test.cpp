@@ -9,10 +9,6 @@
 namespace kda::test {
 namespace {
 
-using cases::Case;
-using cases::CaseSpec;
-using cases::TensorMap;
-
 /// A forward that fills the GPU for a while, on a stream of its own.
 class Load {
  public:
@@ -116,7 +112,7 @@ TEST_P(CudaReports, RACE_04_LongZeroInputEnds) {
     ASSERT_EQ(plan.run(args).message(), "");
     count_call(plan.implementation());
     require(cudaDeviceSynchronize());
-    const cases::HostTensor result = o.store(DType::kBF16, {1, T, kHeads, kDim});
+    const HostTensor result = o.store(DType::kBF16, {1, T, kHeads, kDim});
     ASSERT_TRUE(std::all_of(result.bytes.begin(), result.bytes.end(), [](std::byte b) {
       return b == std::byte{0};
     })) << T;

@@ -13,12 +13,6 @@
 namespace kda::test {
 namespace {
 
-using cases::Case;
-using cases::CaseSpec;
-using cases::HostTensor;
-using cases::TensorMap;
-using enum TensorId;
-
 HostTensor starts(std::initializer_list<int64_t> values) {
   HostTensor cu(DType::kI64, {static_cast<int64_t>(values.size())});
   std::copy(values.begin(), values.end(), reinterpret_cast<int64_t*>(cu.bytes.data()));

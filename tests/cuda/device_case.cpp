@@ -55,7 +55,7 @@ DeviceBuffer::DeviceBuffer(std::size_t bytes) : bytes_(bytes) {
   poison();
 }
 
-DeviceBuffer::DeviceBuffer(const cases::HostTensor& tensor) : DeviceBuffer(tensor.bytes.size()) {
+DeviceBuffer::DeviceBuffer(const HostTensor& tensor) : DeviceBuffer(tensor.bytes.size()) {
   load(tensor);
 }
 
@@ -70,18 +70,18 @@ void DeviceBuffer::poison() {
   require(cudaDeviceSynchronize());
 }
 
-void DeviceBuffer::load(const cases::HostTensor& tensor) {
+void DeviceBuffer::load(const HostTensor& tensor) {
   require(cudaMemcpy(address_, tensor.bytes.data(), tensor.bytes.size(), cudaMemcpyHostToDevice));
   require(cudaDeviceSynchronize());  // as above
 }
 
-cases::HostTensor DeviceBuffer::store(DType dtype, std::vector<int64_t> shape) const {
-  cases::HostTensor tensor(dtype, std::move(shape));
+HostTensor DeviceBuffer::store(DType dtype, std::vector<int64_t> shape) const {
+  HostTensor tensor(dtype, std::move(shape));
   require(cudaMemcpy(tensor.bytes.data(), address_, tensor.bytes.size(), cudaMemcpyDeviceToHost));
   return tensor;
 }
 
-DeviceCase::DeviceCase(const Problem& problem, const cases::TensorMap& inputs, int device,
+DeviceCase::DeviceCase(const Problem& problem, const TensorMap& inputs, int device,
                        const Options& options)
     : plan_(make_plan(problem, {DeviceType::kCuda, device}, options).value()),
       workspace_(plan_.workspace_bytes()) {
@@ -109,8 +109,8 @@ void DeviceCase::run(cudaStream_t stream) {
   require(cudaStreamSynchronize(stream));
 }
 
-cases::TensorMap DeviceCase::outputs() const {
-  cases::TensorMap result;
+TensorMap DeviceCase::outputs() const {
+  TensorMap result;
   for (const TensorSpec& spec : tensors_of(plan_.problem().operation)) {
     if (spec.role == Role::kInput || !plan_.problem().has(spec.id)) continue;
     const TensorLayout& layout = plan_.problem()[spec.id];
@@ -120,36 +120,29 @@ cases::TensorMap DeviceCase::outputs() const {
   return result;
 }
 
-void expect_same_bits(const cases::TensorMap& a, const cases::TensorMap& b) {
+void expect_same_bits(const TensorMap& a, const TensorMap& b) {
   ASSERT_EQ(a.size(), b.size());
   for (const auto& [id, tensor] : a) EXPECT_EQ(tensor.bytes, b.at(id).bytes) << name_of(id);
 }
 
-cases::HostTensor rows_of(const cases::HostTensor& tensor, int64_t dim, int64_t begin,
-                          int64_t count) {
+HostTensor rows_of(const HostTensor& tensor, int64_t dim, int64_t begin, int64_t count) {
   std::vector<int64_t> shape = tensor.shape;
   const auto at = static_cast<std::size_t>(dim);
   std::size_t row = size_of(tensor.dtype);
   for (std::size_t i = at + 1; i < shape.size(); ++i) row *= static_cast<std::size_t>(shape[i]);
   shape[at] = count;
-  cases::HostTensor part(tensor.dtype, shape);
+  HostTensor part(tensor.dtype, shape);
   std::copy_n(tensor.bytes.begin() + static_cast<std::ptrdiff_t>(row) * begin, part.bytes.size(),
               part.bytes.begin());
   return part;
 }
 
-Problem recurrent_problem(const cases::Case& c) {
-  Problem problem = forward_problem(c);
-  problem.operation = Operation::kRecurrent;
-  return problem;
-}
-
-std::vector<Problem> problems_of(const cases::Case& c) {
+std::vector<Problem> problems_of(const Case& c) {
   return {forward_problem(c), backward_problem(c), recurrent_problem(c)};
 }
 
-cases::CaseSpec packed_spec(std::vector<int64_t> cu) {
-  cases::CaseSpec spec;
+CaseSpec packed_spec(std::vector<int64_t> cu) {
+  CaseSpec spec;
   spec.sizes = {1, 300, 2, 4, 64, 48, 0, 0};
   spec.io = DType::kBF16;
   spec.gate = Gate::kSoftplus;

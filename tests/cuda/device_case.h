@@ -10,8 +10,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include "case.h"
-#include "generate.h"
 #include "kda/plan.h"
 #include "support/per_family.h"
 
@@ -45,7 +43,7 @@ void require(cudaError_t error);
 class DeviceBuffer {
  public:
   explicit DeviceBuffer(std::size_t bytes = 0);
-  explicit DeviceBuffer(const cases::HostTensor& tensor);
+  explicit DeviceBuffer(const HostTensor& tensor);
   DeviceBuffer(DeviceBuffer&& other) noexcept
       : address_(std::exchange(other.address_, nullptr)), bytes_(other.bytes_) {}
   DeviceBuffer(const DeviceBuffer&) = delete;
@@ -54,8 +52,8 @@ class DeviceBuffer {
   void* address() const { return address_; }
   std::byte* at(std::size_t offset) const { return static_cast<std::byte*>(address_) + offset; }
   void poison();
-  void load(const cases::HostTensor& tensor);
-  cases::HostTensor store(DType dtype, std::vector<int64_t> shape) const;
+  void load(const HostTensor& tensor);
+  HostTensor store(DType dtype, std::vector<int64_t> shape) const;
 
  private:
   void* address_ = nullptr;
@@ -65,7 +63,7 @@ class DeviceBuffer {
 /// A problem with all its tensors and its workspace on a device, which has to be the current one.
 class DeviceCase {
  public:
-  DeviceCase(const Problem& problem, const cases::TensorMap& inputs, int device = 0,
+  DeviceCase(const Problem& problem, const TensorMap& inputs, int device = 0,
              const Options& options = {});
 
   const Plan& plan() const { return plan_; }
@@ -74,7 +72,7 @@ class DeviceCase {
   void poison_outputs();
   /// Runs and waits. Throws kda::Error.
   void run(cudaStream_t stream = nullptr);
-  cases::TensorMap outputs() const;
+  TensorMap outputs() const;
 
  private:
   Plan plan_;
@@ -86,7 +84,7 @@ class DeviceCase {
 /// Tests named after the ids of public fault reports, on each family of CUDA rows.
 class CudaReports : public PerFamily {
  protected:
-  DeviceCase on_device(const Problem& problem, const cases::TensorMap& inputs) const {
+  DeviceCase on_device(const Problem& problem, const TensorMap& inputs) const {
     return {problem, inputs, 0, options()};
   }
 };
@@ -117,23 +115,19 @@ class Graph {
 };
 
 /// Every output bit for bit.
-void expect_same_bits(const cases::TensorMap& a, const cases::TensorMap& b);
+void expect_same_bits(const TensorMap& a, const TensorMap& b);
 
 /// Entries [begin, begin + count) of a dimension behind those of extent 1.
-cases::HostTensor rows_of(const cases::HostTensor& tensor, int64_t dim, int64_t begin,
-                          int64_t count);
+HostTensor rows_of(const HostTensor& tensor, int64_t dim, int64_t begin, int64_t count);
 /// Entry `index` of the first one.
-inline cases::HostTensor row_of(const cases::HostTensor& tensor, int64_t index) {
+inline HostTensor row_of(const HostTensor& tensor, int64_t index) {
   return rows_of(tensor, 0, index, 1);
 }
 
-/// The forward of a case, token by token.
-Problem recurrent_problem(const cases::Case& c);
-
 /// Forward and backward over chunks, and the recurrent operation.
-std::vector<Problem> problems_of(const cases::Case& c);
+std::vector<Problem> problems_of(const Case& c);
 
 /// Packed, with everything inside: the longest chain of kernels.
-cases::CaseSpec packed_spec(std::vector<int64_t> cu);
+CaseSpec packed_spec(std::vector<int64_t> cu);
 
 }  // namespace kda::test

@@ -18,9 +18,6 @@
 namespace kda::test {
 namespace {
 
-using cases::Case;
-using enum TensorId;
-
 constexpr std::size_t kWorkspaceBytes = std::size_t{64} << 20;
 
 /// Device memory for the tensors of any step, filled once.
@@ -128,7 +125,7 @@ TEST(CudaErrors, AFailedLaunchDoesNotFailTheNextCall) {
   const Case c = cases::generate(packed_spec({0, 65, 65, 193, 300}));
   DeviceCase device(backward_problem(c), c.inputs);
   device.run();
-  const cases::TensorMap right = device.outputs();
+  const TensorMap right = device.outputs();
   device.poison_outputs();
   nothing<<<1, 4096>>>();  // no GPU has blocks of so many threads
   const cudaError_t left = cudaPeekAtLastError();

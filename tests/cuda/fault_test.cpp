@@ -11,10 +11,6 @@
 namespace kda::test {
 namespace {
 
-using cases::Case;
-using cases::TensorMap;
-using enum TensorId;
-
 /// Runs wrong calls and right ones by turns.
 class CudaFaults : public PerFamily {
  protected:

@@ -10,13 +10,6 @@
 
 namespace kda::test {
 
-using cases::Case;
-using cases::CaseSpec;
-using cases::Family;
-using cases::HostTensor;
-using cases::TensorMap;
-using enum TensorId;
-
 Conditions on_row(std::string_view row) {
   Conditions conditions;
   conditions.options = choosing(row);
@@ -33,7 +26,7 @@ std::string beyond(const Limit& limit, const Case& c, const TensorMap& results,
     const TensorId as = id == TensorId::kH       ? TensorId::kFinalState
                         : id == TensorId::kDqRaw ? TensorId::kDq
                                                  : id;
-    const cases::Difference d = cases::compare(c, as, results.at(id), reference);
+    const Difference d = cases::compare(c, as, results.at(id), reference);
     const double most = limit(id, reference);
     if (d.finite && d.ratio <= most && d.block_ratio <= cases::kBlockFactor * most) continue;
     text += fmt::format("{}: ratio {:.3g}, worst block {:.3g}, limit {:.3g}{}; ", name_of(id),
@@ -49,11 +42,16 @@ Limit limits_beside_rounding(const Case& c, DType io) {
   };
 }
 
-CaseSpec forward_spec(Sizes sizes, DType io, Family family) {
+CaseSpec spec_of(Sizes sizes, DType io, Family family) {
   CaseSpec spec;
   spec.sizes = sizes;
   spec.io = io;
   spec.family = family;
+  return spec;
+}
+
+CaseSpec forward_spec(Sizes sizes, DType io, Family family) {
+  CaseSpec spec = spec_of(sizes, io, family);
   spec.gradients = false;
   return spec;
 }

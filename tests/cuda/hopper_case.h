@@ -7,9 +7,7 @@
 #include <string>
 #include <string_view>
 
-#include "case.h"
-#include "generate.h"
-#include "support/guarded_run.h"
+#include "support/names.h"
 
 namespace kda::test {
 
@@ -17,27 +15,30 @@ namespace kda::test {
 Conditions on_row(std::string_view row);
 
 /// How far from the reference a tensor may be.
-using Limit = std::function<double(TensorId id, const cases::HostTensor& reference)>;
+using Limit = std::function<double(TensorId id, const HostTensor& reference)>;
 
 /// "" or what is further from `expected` than that, globally or in a block.
-std::string beyond(const Limit& limit, const cases::Case& c, const cases::TensorMap& results,
-                   const cases::TensorMap& expected);
+std::string beyond(const Limit& limit, const Case& c, const TensorMap& results,
+                   const TensorMap& expected);
 
 /// The limits of 7.3, for ill-conditioned families what rounding alone makes of the same inputs.
-Limit limits_beside_rounding(const cases::Case& c, DType io);
+Limit limits_beside_rounding(const Case& c, DType io);
 
-/// A forward case.
-cases::CaseSpec forward_spec(Sizes sizes, DType io = DType::kBF16,
-                             cases::Family family = cases::Family::kUnit);
+inline constexpr DType kBF16 = DType::kBF16;
+inline constexpr DType kF16 = DType::kF16;
+
+/// A case with gradients, and one of the forward alone.
+CaseSpec spec_of(Sizes sizes, DType io = kBF16, Family family = Family::kUnit);
+CaseSpec forward_spec(Sizes sizes, DType io = kBF16, Family family = Family::kUnit);
 
 /// o, final_state and h of a case; all in fp64 for the reference.
-Problem forward_with_states(const cases::Case& c, bool exact);
+Problem forward_with_states(const Case& c, bool exact);
 
 /// "" or how far the results of forward_with_states are beyond limits_beside_rounding.
-std::string beyond_forward_limits(const cases::Case& c, DType io, const cases::TensorMap& results);
+std::string beyond_forward_limits(const Case& c, DType io, const TensorMap& results);
 
 /// A case on sm90_chunk_fwd, in guarded memory and as a graph. in_place: initial_state and
 /// final_state are the same memory.
-void expect_right_forward(const cases::CaseSpec& spec, bool in_place = false);
+void expect_right_forward(const CaseSpec& spec, bool in_place = false);
 
 }  // namespace kda::test

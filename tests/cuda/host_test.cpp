@@ -12,10 +12,6 @@
 namespace kda::test {
 namespace {
 
-using cases::Case;
-using cases::CaseSpec;
-using enum TensorId;
-
 CaseSpec bf16_spec(const Sizes& sizes) {
   CaseSpec spec;
   spec.sizes = sizes;

@@ -12,12 +12,6 @@
 namespace kda::test {
 namespace {
 
-using cases::Case;
-using cases::CaseSpec;
-using cases::HostTensor;
-using cases::TensorMap;
-using enum TensorId;
-
 constexpr std::size_t kGigabyte = 1'000'000'000;
 
 std::vector<int64_t> equal_lengths(int64_t count, int64_t length) {

@@ -9,10 +9,6 @@
 namespace kda::test {
 namespace {
 
-using cases::Case;
-using cases::CaseSpec;
-using cases::TensorMap;
-
 std::size_t free_memory() {
   std::size_t free = 0;
   std::size_t total = 0;
@@ -56,7 +52,7 @@ TEST(CudaMemory, AFullDeviceIsAStatusAndTheNextCallWorks) {
   const Device gpu{DeviceType::kCuda, 0};
   const std::vector<DeviceBuffer> taken = fill_device(std::size_t{200} << 20);
   Problem big = Problem::make(Operation::kGateCumsum, {1, 1 << 18, 4, 4, 64, 1, 0, 0}, DType::kF32);
-  const TensorMap inputs{{TensorId::kG, cases::HostTensor(DType::kF32, {1, 1 << 18, 4, 64})}};
+  const TensorMap inputs{{TensorId::kG, HostTensor(DType::kF32, {1, 1 << 18, 4, 64})}};
   const auto result = cases::execute_operation(big, inputs, gpu);
   ASSERT_FALSE(result.ok());
   EXPECT_EQ(result.status().code(), StatusCode::kOutOfMemory) << result.status().message();

@@ -17,12 +17,6 @@
 namespace kda::test {
 namespace {
 
-using cases::Case;
-using cases::CaseSpec;
-using cases::HostTensor;
-using cases::TensorMap;
-using enum TensorId;
-
 constexpr const char* kHopper = "sm90_recurrent";
 constexpr const char* kPortable = "cuda_recurrent";
 
@@ -41,8 +35,7 @@ CaseSpec decode_spec(int64_t B, int64_t T, int64_t H, int64_t HV) {
 /// The recurrent operation of a case with states of another type.
 struct Decode {
   Decode(const CaseSpec& spec, DType state) : c(cases::generate(spec)) {
-    problem = forward_problem(c);
-    problem.operation = Operation::kRecurrent;
+    problem = recurrent_problem(c);
     problem.set(kInitialState, state).set(kFinalState, state);
     HostTensor& initial = c.inputs.at(kInitialState);
     initial = cases::converted(initial, state);
@@ -85,7 +78,7 @@ void expect_right(const Decode& decode, const TensorMap& results, const std::str
   const TensorMap expected =
       cases::execute_operation(exact, decode.c.inputs, {}, {"reference", 0}).value().outputs;
   for (const auto& [id, tensor] : results) {
-    const cases::Difference difference = cases::compare(decode.c, id, tensor, expected.at(id));
+    const Difference difference = cases::compare(decode.c, id, tensor, expected.at(id));
     EXPECT_LE(difference.ratio, cases::limit_of(cases::precision_of(tensor.dtype), id))
         << what << ": " << name_of(id);
     EXPECT_TRUE(difference.finite) << what << ": " << name_of(id);

@@ -16,21 +16,9 @@
 namespace kda::test {
 namespace {
 
-using cases::Case;
-using cases::CaseSpec;
-using cases::Family;
-using cases::HostTensor;
-using cases::TensorMap;
-using enum TensorId;
-
-constexpr DType kBF16 = DType::kBF16;
-constexpr DType kF16 = DType::kF16;
-
-CaseSpec spec_of(Sizes sizes, DType io = kBF16, Family family = Family::kUnit) {
-  CaseSpec spec;
-  spec.sizes = sizes;
-  spec.io = io;
-  spec.family = family;
+/// As models have it: with a gate and normalised keys.
+CaseSpec model_spec(Sizes sizes, DType io = kBF16, Family family = Family::kUnit) {
+  CaseSpec spec = spec_of(sizes, io, family);
   spec.gate = Gate::kSoftplus;
   spec.qk_l2norm = true;
   return spec;
@@ -90,15 +78,15 @@ void expect_right(const CaseSpec& spec) {
 TEST(Sm90Checkpoints, GradientsOfEveryFamily) {
   KDA_NEEDS_HOPPER();
   for (const Family family : cases::kFamilies) {
-    expect_right(spec_of({1, 1100, 1, 1, 64, 64, 0, 0}, kBF16, family));
+    expect_right(model_spec({1, 1100, 1, 1, 64, 64, 0, 0}, kBF16, family));
   }
-  expect_right(spec_of({1, 1100, 1, 1, 64, 64, 0, 0}, kF16));
-  expect_right(spec_of({1, 1100, 1, 1, 64, 64, 0, 0}, kF16, Family::kMix));
+  expect_right(model_spec({1, 1100, 1, 1, 64, 64, 0, 0}, kF16));
+  expect_right(model_spec({1, 1100, 1, 1, 64, 64, 0, 0}, kF16, Family::kMix));
 }
 
 TEST(Sm90Checkpoints, Options) {
   KDA_NEEDS_HOPPER();
-  CaseSpec spec = spec_of({2, 577, 1, 2, 128, 192, 0, 0});
+  CaseSpec spec = model_spec({2, 577, 1, 2, 128, 192, 0, 0});
   expect_right(spec);
   spec.gate = Gate::kNone;
   spec.initial_state = false;
@@ -113,7 +101,7 @@ TEST(Sm90Checkpoints, Options) {
 // Packed, a sequence has the bits that it has alone.
 TEST(Sm90Checkpoints, PackedSequences) {
   KDA_NEEDS_HOPPER();
-  CaseSpec spec = spec_of({1, 1400, 1, 1, 128, 64, 0, 0});
+  CaseSpec spec = model_spec({1, 1400, 1, 1, 128, 64, 0, 0});
   spec.cu_seqlens = {0, 0, 5, 600, 600, 1240};
   spec.poison_tail = true;
   expect_right(spec);
@@ -154,7 +142,7 @@ TEST(Sm90Checkpoints, PackedSequences) {
 // Large enough for slices of heads, between whose rows of h others stand.
 TEST(Sm90Checkpoints, HeadsOfASliceReadTheirOwn) {
   KDA_NEEDS_HOPPER();
-  const CaseSpec spec = spec_of({1, 3700, 32, 32, 128, 256, 0, 0});
+  const CaseSpec spec = model_spec({1, 3700, 32, 32, 128, 256, 0, 0});
   const Case c = cases::generate(spec);
   const TensorMap inputs = with_checkpoints(c, kBF16);
   const Problem whole = from_checkpoints(c, kBF16);
@@ -177,7 +165,7 @@ TEST(Sm90Checkpoints, HeadsOfASliceReadTheirOwn) {
 // A limit of the workspace cuts sequences and heads apart, and no bit depends on it.
 TEST(Sm90Checkpoints, WithinALimitOfTheWorkspace) {
   KDA_NEEDS_HOPPER();
-  const Case c = cases::generate(spec_of({3, 577, 2, 4, 64, 128, 0, 0}));
+  const Case c = cases::generate(model_spec({3, 577, 2, 4, 64, 128, 0, 0}));
   const Problem problem = from_checkpoints(c, kBF16);
   const TensorMap inputs = with_checkpoints(c, kBF16);
   const TensorMap whole = gradients(problem, inputs);
@@ -200,7 +188,7 @@ TEST(Sm90Checkpoints, WithinALimitOfTheWorkspace) {
 // What the row does not take as h changes no bit; what it takes is what it reads.
 TEST(Sm90Checkpoints, OnlyRowsOf64TokensInTheTypeOfQ) {
   KDA_NEEDS_HOPPER();
-  CaseSpec spec = spec_of({1, 600, 1, 1, 64, 64, 0, 0});
+  CaseSpec spec = model_spec({1, 600, 1, 1, 64, 64, 0, 0});
   for (const int32_t chunk_size : {64, 32}) {
     spec.chunk_size = chunk_size;
     const Case c = cases::generate(spec);

@@ -22,12 +22,7 @@
 namespace kda::test {
 namespace {
 
-using cases::Case;
-using cases::CaseSpec;
-using cases::HostTensor;
-using cases::TensorMap;
 using cuda::sm90::HopperRow;
-using enum TensorId;
 
 /// A row with a problem of all its tensors, and those that its kernels reach in units of 16 bytes.
 struct Tested {

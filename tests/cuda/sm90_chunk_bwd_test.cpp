@@ -14,27 +14,10 @@
 #include "cuda/hopper_case.h"
 #include "execute.h"
 #include "generate.h"
+#include "support/correlated_keys.h"
 
 namespace kda::test {
 namespace {
-
-using cases::Case;
-using cases::CaseSpec;
-using cases::Family;
-using cases::HostTensor;
-using cases::TensorMap;
-using enum TensorId;
-
-constexpr DType kBF16 = DType::kBF16;
-constexpr DType kF16 = DType::kF16;
-
-CaseSpec spec_of(Sizes sizes, DType io = kBF16, Family family = Family::kUnit) {
-  CaseSpec spec;
-  spec.sizes = sizes;
-  spec.io = io;
-  spec.family = family;
-  return spec;
-}
 
 Conditions on_hopper() { return on_row("sm90_chunk_bwd"); }
 
@@ -57,7 +40,7 @@ Judge with_rules(const Case& c, const CaseSpec& spec) {
       cases::CheckedOutput checked;
       checked.id = id;
       cases::look_again_beside(emulated, c, &spec, results.at(id), reference, spec.io, checked);
-      const cases::Difference& d = checked.difference;
+      const Difference& d = checked.difference;
       if (checked.pass) continue;
       text += fmt::format("{}: ratio {:.3g}, worst block {:.3g}, limit {:.3g}; ", name_of(id),
                           d.ratio, d.block_ratio, checked.limit);
@@ -246,16 +229,9 @@ TEST(Sm90ChunkBackward, GateFactorsBeyondFp32) {
   expect_right(c, backward_problem(c), within(c, limits_beside_rounding(c, kBF16)));
 }
 
-// ddt_bias of short sequences of keys that are alike is a small rest of pairs' sums, 128 numbers.
 TEST(Sm90ChunkBackward, ShortSequencesOfCorrelatedKeys) {
   KDA_NEEDS_HOPPER();
-  CaseSpec spec = spec_of({1, 62, 1, 1, 128, 64, 0, 0}, kBF16, Family::kCorr);
-  spec.cu_seqlens = {0, 1, 44, 44, 45, 48, 62};
-  spec.gate = Gate::kSoftplus;
-  spec.qk_l2norm = spec.beta_sigmoid = true;
-  spec.initial_state = spec.dfinal_state = false;
-  for (const uint64_t seed : {3, 46}) {
-    spec.seed = seed;
+  for (const CaseSpec& spec : cases::short_sequences_of_correlated_keys()) {
     const Case c = cases::generate(spec);
     expect_right(c, backward_problem(c), with_rules(c, spec));
   }
@@ -340,7 +316,7 @@ TEST(Sm90ChunkBackward, EachGradientAlone) {
       }
       const auto alone = cases::execute_operation(one, c.inputs, {DeviceType::kCuda, 0}, options);
       ASSERT_TRUE(alone.ok()) << name_of(id) << ": " << alone.status().message();
-      const cases::Difference d = cases::compare(c, id, alone->outputs.at(id), tensor);
+      const Difference d = cases::compare(c, id, alone->outputs.at(id), tensor);
       EXPECT_LE(d.ratio, cases::limit_of(cases::precision_of(spec.io), id)) << name_of(id);
     }
   }

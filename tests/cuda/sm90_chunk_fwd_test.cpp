@@ -16,16 +16,6 @@
 namespace kda::test {
 namespace {
 
-using cases::Case;
-using cases::CaseSpec;
-using cases::Family;
-using cases::HostTensor;
-using cases::TensorMap;
-using enum TensorId;
-
-constexpr DType kBF16 = DType::kBF16;
-constexpr DType kF16 = DType::kF16;
-
 Conditions on_hopper() { return on_row("sm90_chunk_fwd"); }
 
 TEST(Sm90ChunkForward, AllFamiliesAndGates) {

@@ -13,16 +13,6 @@
 namespace kda::test {
 namespace {
 
-using cases::Case;
-using cases::CaseSpec;
-using cases::Family;
-using cases::HostTensor;
-using cases::TensorMap;
-using enum TensorId;
-
-constexpr DType kBF16 = DType::kBF16;
-constexpr DType kF16 = DType::kF16;
-
 // The segments that the row itself takes.
 TEST(Sm90Segments, LongSequencesOfFewHeads) {
   KDA_NEEDS_HOPPER();

@@ -18,13 +18,6 @@
 namespace kda::test {
 namespace {
 
-using cases::Case;
-using cases::CaseSpec;
-using cases::Family;
-using cases::HostTensor;
-using cases::TensorMap;
-using enum TensorId;
-
 const Device kGpu{DeviceType::kCuda, 0};
 
 /// One operation by the reference, on the tensors there are.
@@ -157,14 +150,6 @@ void expect_right(const CaseSpec& spec, std::initializer_list<TensorId> outputs)
   EXPECT_EQ(beyond_limits(scan, spec.io, outcome->outputs, scan.expected(outputs),
                           cancels ? emulated(scan, spec.io) : TensorMap{}),
             "");
-}
-
-CaseSpec spec_of(Sizes sizes, DType io, Family family = Family::kUnit) {
-  CaseSpec spec;
-  spec.sizes = sizes;
-  spec.io = io;
-  spec.family = family;
-  return spec;
 }
 
 constexpr std::initializer_list<TensorId> kPlain = {kH, kVNew, kFinalState};

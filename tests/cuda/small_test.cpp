@@ -9,12 +9,6 @@
 namespace kda::test {
 namespace {
 
-using cases::Case;
-using cases::CaseSpec;
-using cases::HostTensor;
-using cases::TensorMap;
-using enum TensorId;
-
 CaseSpec with_everything(Sizes sizes, DType io) {
   CaseSpec spec;
   spec.sizes = sizes;
@@ -51,9 +45,7 @@ TEST(CudaSmall, WholeOperations) {
     const Case c = cases::generate(spec);
     Problem forward = forward_problem(c);
     forward.set(kH, DType::kF32).set(kAqk, DType::kF32).set(kA, DType::kF32);
-    Problem recurrent = forward_problem(c);
-    recurrent.operation = Operation::kRecurrent;
-    for (const Problem& problem : {forward, backward_problem(c), recurrent}) {
+    for (const Problem& problem : {forward, backward_problem(c), recurrent_problem(c)}) {
       DeviceCase device(problem, c.inputs);
       device.run();
       expect_finite(device.outputs());
@@ -85,8 +77,7 @@ void run_recurrent(const Sizes& sizes, DType state, bool v_first) {
   Case c = cases::generate(spec);
   HostTensor& h0 = c.inputs.at(kInitialState);
   h0 = cases::converted(h0, state);
-  Problem problem = forward_problem(c);
-  problem.operation = Operation::kRecurrent;
+  Problem problem = recurrent_problem(c);
   problem.set(kInitialState, state).set(kFinalState, state);
   DeviceCase device(problem, c.inputs);
   device.run();

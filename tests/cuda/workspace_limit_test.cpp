@@ -10,14 +10,11 @@
 #include "cuda/generic/pipeline.h"
 #include "execute.h"
 #include "generate.h"
-#include "support/guarded_run.h"
+#include "support/names.h"
 #include "support/per_family.h"
 
 namespace kda::test {
 namespace {
-
-using cases::Case;
-using cases::CaseSpec;
 
 class WorkspaceLimit : public PerFamily {
  protected:

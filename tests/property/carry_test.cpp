@@ -10,11 +10,6 @@
 namespace kda::test {
 namespace {
 
-using cases::Case;
-using cases::CaseSpec;
-using cases::HostTensor;
-using cases::TensorMap;
-
 /// The dtype in which a family carries its state without loss.
 DType state_dtype(const std::string& family) {
   return family == "reference" ? DType::kF64 : DType::kF32;
@@ -207,15 +202,6 @@ RC_GTEST_PROP(Packed, OrderOfSequencesDoesNotMatter, ()) {
                            rows_of_sequence(other, after, n)) == "");
     }
   }
-}
-
-Problem recurrent_problem(const Case& c) {
-  Problem problem = c.forward;
-  problem.operation = Operation::kRecurrent;
-  for (const TensorId id : {TensorId::kH, TensorId::kAqk, TensorId::kA}) {
-    problem.set(id, DType::kNone);
-  }
-  return problem;
 }
 
 RC_GTEST_PROP(Recurrent, AgreesWithChunks, ()) {

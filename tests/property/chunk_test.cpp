@@ -8,10 +8,6 @@
 namespace kda::test {
 namespace {
 
-using cases::Case;
-using cases::CaseSpec;
-using cases::TensorMap;
-
 Conditions any_conditions(const std::string& implementation) {
   Conditions conditions = choosing(implementation);
   conditions.arrangement =
@@ -31,7 +27,7 @@ RC_GTEST_PROP(Chunk, AgreesWithTheFloat64Recurrence, ()) {
   const Case c = cases::generate(*any_case());
   const TensorMap expected = cases::reference_outputs(c).value();
   for (const std::string& family : families()) {
-    cases::OutputTypes types;
+    OutputTypes types;
     if (*rc::gen::inRange(0, 2) == 1) types.all = DType::kF32;
     const TensorMap results = run_case(c, any_conditions(family), types);
     RC_ASSERT(beyond_limits(c, results, expected) == "");
@@ -77,11 +73,11 @@ RC_GTEST_PROP(Chunk, StateLayoutsAgree, ()) {
   const Case k_first = cases::generate(spec);
   Case v_first = k_first;
   v_first.forward.state_v_first = true;
-  const auto transposed = [](const cases::HostTensor& states) {
+  const auto transposed = [](const HostTensor& states) {
     const int64_t rows = states.shape[0] * states.shape[1];
     const int64_t m = states.shape[2];
     const int64_t n = states.shape[3];
-    cases::HostTensor result(states.dtype, {states.shape[0], states.shape[1], n, m});
+    HostTensor result(states.dtype, {states.shape[0], states.shape[1], n, m});
     for (int64_t r = 0; r < rows; ++r) {
       for (int64_t i = 0; i < m; ++i) {
         for (int64_t j = 0; j < n; ++j) {
@@ -179,10 +175,10 @@ RC_GTEST_PROP(Chunk, SavedTensorsAreZeroWhereNothingIs, ()) {
         row_in_chunk[static_cast<std::size_t>(range.batch * s.T + t)] = (t - range.begin) % C;
       }
     }
-    const cases::HostTensor& h = saved.at(TensorId::kH);
+    const HostTensor& h = saved.at(TensorId::kH);
     for (int64_t i = chunks * s.HV * s.K * s.V; i < h.count(); ++i) RC_ASSERT(h.get(i) == 0);
     for (TensorId id : {TensorId::kAqk, TensorId::kA}) {
-      const cases::HostTensor& scores = saved.at(id);
+      const HostTensor& scores = saved.at(id);
       for (int64_t i = 0; i < scores.count(); ++i) {
         const int64_t row = row_in_chunk[static_cast<std::size_t>(i / C / s.HV)];
         if (i % C > row) RC_ASSERT(scores.get(i) == 0);
@@ -201,8 +197,8 @@ RC_GTEST_PROP(Chunk, GroupedHeadsAreRepeatedHeads, ()) {
   Case repeated = grouped;
   repeated.forward.sizes.H = s.HV;
   for (TensorId id : {TensorId::kQ, TensorId::kK}) {
-    const cases::HostTensor& few = grouped.inputs.at(id);
-    cases::HostTensor many(few.dtype, {s.B, s.T, s.HV, s.K});
+    const HostTensor& few = grouped.inputs.at(id);
+    HostTensor many(few.dtype, {s.B, s.T, s.HV, s.K});
     for (int64_t i = 0; i < many.count(); ++i) {
       const int64_t row = i / s.K / s.HV;
       const int64_t head = i / s.K % s.HV / G;
@@ -215,7 +211,7 @@ RC_GTEST_PROP(Chunk, GroupedHeadsAreRepeatedHeads, ()) {
     TensorMap one = run_case(grouped, family);
     TensorMap other = run_case(repeated, family);
     for (TensorId id : {TensorId::kDq, TensorId::kDk}) {
-      const cases::HostTensor many = other.at(id);
+      const HostTensor many = other.at(id);
       std::vector<double> sums(static_cast<std::size_t>(one.at(id).count()));
       for (int64_t i = 0; i < many.count(); ++i) {
         const int64_t row = i / s.K / s.HV;

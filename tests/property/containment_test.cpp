@@ -11,11 +11,6 @@
 namespace kda::test {
 namespace {
 
-using cases::Case;
-using cases::CaseSpec;
-using cases::HostTensor;
-using cases::TensorMap;
-
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 /// Replaces the tokens [begin, end) of a batch row in every token input.

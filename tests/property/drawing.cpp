@@ -12,8 +12,6 @@ void showValue(const CaseSpec& spec, std::ostream& out) { out << describe(spec);
 namespace kda::test {
 namespace {
 
-using cases::CaseSpec;
-using cases::Family;
 namespace gen = rc::gen;
 
 /// Elements of [B,T,HV,K,V] work per case: about 10 ms of float64 token recurrence.

@@ -5,7 +5,7 @@
 
 #include <rapidcheck.h>
 
-#include "generate.h"
+#include "support/names.h"
 
 namespace kda::cases {
 
@@ -27,6 +27,6 @@ struct Wanted {
 };
 
 /// A case of bounded cost: K to 256, V to 130, T to most_tokens.
-rc::Gen<cases::CaseSpec> any_case(const Wanted& wanted = {});
+rc::Gen<CaseSpec> any_case(const Wanted& wanted = {});
 
 }  // namespace kda::test

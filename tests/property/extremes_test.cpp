@@ -6,13 +6,6 @@
 namespace kda::test {
 namespace {
 
-using cases::Case;
-using cases::CaseSpec;
-using cases::HostTensor;
-using cases::TensorMap;
-
-using enum TensorId;
-
 class Extremes : public Judged {};
 
 KDA_FOR_EACH_FAMILY(Extremes);

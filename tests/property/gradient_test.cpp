@@ -14,11 +14,6 @@
 namespace kda::test {
 namespace {
 
-using cases::Case;
-using cases::CaseSpec;
-using cases::HostTensor;
-using cases::TensorMap;
-
 /// (3.1)-(3.12) on one number or row, then (2.1)-(2.5), token by token, in double.
 class Recurrence {
  public:
@@ -181,7 +176,7 @@ double loss_between(const Case& c, const TensorMap& after, const TensorMap& befo
 RC_GTEST_PROP(Reference, GradientsAreDifferencesOfTheForward, ()) {
   CaseSpec spec = *any_case({.extreme = false, .reduced_types = false, .most_tokens = 30});
   // Rows of zeros are where normalisation bends most: no place for differences.
-  if (spec.family == cases::Family::kZero) spec.family = cases::Family::kUnit;
+  if (spec.family == Family::kZero) spec.family = Family::kUnit;
   spec.poison_tail = false;
   Case c = exact(cases::generate(spec));
   const TensorMap gradients =

@@ -9,13 +9,6 @@
 
 namespace kda::test {
 
-using cases::Case;
-using cases::CaseSpec;
-using cases::Difference;
-using cases::HostTensor;
-using cases::OutputTypes;
-using cases::TensorMap;
-
 namespace {
 
 bool within(const Difference& d, double limit) {

@@ -11,30 +11,29 @@ namespace kda::test {
 class Judged : public PerFamily {
  protected:
   /// The case that a spec makes, fitted to the family.
-  cases::Case make(const cases::CaseSpec& spec) const { return cases::generate(fitted(spec)); }
+  Case make(const CaseSpec& spec) const { return cases::generate(fitted(spec)); }
 
   /// Forward and, with `do`, backward by the family.
-  cases::TensorMap results_of(const cases::Case& c, cases::OutputTypes types = {}) const {
+  TensorMap results_of(const Case& c, OutputTypes types = {}) const {
     return run_case(c, family(), types);
   }
-  cases::TensorMap results_of(const Problem& problem, const cases::TensorMap& inputs) const {
+  TensorMap results_of(const Problem& problem, const TensorMap& inputs) const {
     return run_operation(problem, inputs, choosing(family()));
   }
 
   /// Either direction is within the limits of 7.3 of the float64 recurrence, with the public dtypes
   /// and, where the family writes them, with fp32 results.
   /// `spec`: what generated the case.
-  void expect_right(const cases::Case& c, const std::string& what = "",
-                    const cases::CaseSpec* spec = nullptr) const;
+  void expect_right(const Case& c, const std::string& what = "",
+                    const CaseSpec* spec = nullptr) const;
   /// The same with results of given types, beside what is expected of them.
-  void expect_right(const cases::Case& c, cases::OutputTypes types,
-                    const cases::TensorMap& expected, const std::string& what,
-                    const cases::CaseSpec* spec = nullptr) const;
+  void expect_right(const Case& c, OutputTypes types, const TensorMap& expected,
+                    const std::string& what, const CaseSpec* spec = nullptr) const;
 
   /// "" or the outputs that are not: those of Hopper rows, which compute with operands of q's
   /// dtype, are held to its row of 7.3 and get another look as those of kda verify.
-  std::string beyond(const cases::Case& c, const cases::TensorMap& results,
-                     const cases::TensorMap& expected, const cases::CaseSpec* spec = nullptr) const;
+  std::string beyond(const Case& c, const TensorMap& results, const TensorMap& expected,
+                     const CaseSpec* spec = nullptr) const;
 
   /// A limit for fp32 arithmetic, or the one of 7.3 for the operands of Hopper rows.
   double limit(double for_fp32, TensorId id) const;

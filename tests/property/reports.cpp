@@ -4,22 +4,12 @@
 
 namespace kda::test {
 
-using cases::Case;
-using cases::CaseSpec;
-using cases::HostTensor;
-
 KDA_FOR_EACH_FAMILY(Reports);
 
 CaseSpec small_spec(int64_t T) {
   CaseSpec spec;
   spec.sizes = {.B = 1, .T = T, .H = 1, .HV = 1, .K = 64, .V = 64};
   return spec;
-}
-
-Problem recurrent_problem(const Case& c) {
-  Problem problem = forward_problem(c);
-  problem.operation = Operation::kRecurrent;
-  return problem;
 }
 
 void set_input(Case& c, TensorId id, const std::function<double(int64_t index)>& value) {

@@ -13,16 +13,13 @@ namespace kda::test {
 class Reports : public Judged {};
 
 /// One gradient-bearing case with H = HV = 1, K = V = 64, fp32 unless changed.
-cases::CaseSpec small_spec(int64_t T);
-
-/// The forward of a case, token by token.
-Problem recurrent_problem(const cases::Case& c);
+CaseSpec small_spec(int64_t T);
 
 /// Replaces an input, element by element; `index` counts in index order.
-void set_input(cases::Case& c, TensorId id, const std::function<double(int64_t index)>& value);
+void set_input(Case& c, TensorId id, const std::function<double(int64_t index)>& value);
 
 /// An input of another shape or dtype, or one that was absent; layouts of the problem follow.
-void give_input(cases::Case& c, TensorId id, cases::HostTensor tensor);
+void give_input(Case& c, TensorId id, HostTensor tensor);
 
 /// 0, 1, ... of the first `count` numbers of a fixed stream: uniform in [low, high).
 double uniform(int64_t index, double low, double high);

@@ -15,14 +15,6 @@
 namespace kda::test {
 namespace {
 
-using cases::Case;
-using cases::CaseSpec;
-using cases::HostTensor;
-using cases::OutputTypes;
-using cases::TensorMap;
-
-using enum TensorId;
-
 TEST_P(Reports, VARLEN_01_LastSequenceOfOneToken) {
   for (const std::vector<int64_t>& cu :
        std::vector<std::vector<int64_t>>{{0, 1023, 1024}, {0, 1, 1024}, {0, 511, 512, 1024}}) {

@@ -8,14 +8,6 @@
 namespace kda::test {
 namespace {
 
-using cases::Case;
-using cases::CaseSpec;
-using cases::Family;
-using cases::HostTensor;
-using cases::TensorMap;
-
-using enum TensorId;
-
 constexpr double kLn2 = 0.6931471805599453;
 
 // Keys that point the same way, beta = 1, slow decay: the triangular system at its worst.
@@ -92,9 +84,7 @@ TEST_P(Reports, NUM_08_DecodeKeepsBetaAccurate) {
       for (int64_t t = 0; t < 1024; t += tokens) {
         Case step = part_of(c, 0, t, t + tokens, 0);
         step.inputs[kInitialState] = state;
-        Problem problem = forward_problem(step);
-        problem.operation = Operation::kRecurrent;
-        state = results_of(problem, step.inputs).at(kFinalState);
+        state = results_of(recurrent_problem(step), step.inputs).at(kFinalState);
       }
       EXPECT_LT(cases::compare(c, kFinalState, state, expected.at(kFinalState)).ratio, most);
     });

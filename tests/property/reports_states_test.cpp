@@ -10,13 +10,6 @@
 namespace kda::test {
 namespace {
 
-using cases::Case;
-using cases::CaseSpec;
-using cases::HostTensor;
-using cases::TensorMap;
-
-using enum TensorId;
-
 /// Hands `state` over tokens [begin, end) of a one-row case, by chunks or token by token.
 struct Hand {
   const Case& c;
@@ -98,8 +91,7 @@ TEST_P(Reports, STATE_01_BothStateLayouts) {
         hand.go(0, 128, true);
         hand.go(128, 129, false);
         hand.go(129, 130, false);
-        const cases::Difference d =
-            cases::compare(c, kFinalState, hand.state, expected.at(kFinalState));
+        const Difference d = cases::compare(c, kFinalState, hand.state, expected.at(kFinalState));
         EXPECT_LT(d.ratio, limit(1e-5, kFinalState));
       });
     }

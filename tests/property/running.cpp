@@ -10,11 +10,6 @@
 
 namespace kda::test {
 
-using cases::Case;
-using cases::HostTensor;
-using cases::OutputTypes;
-using cases::TensorMap;
-
 const std::vector<std::string>& families_of_cpu() {
   static const std::vector<std::string> names = [] {
     std::vector<std::string> found;
@@ -68,7 +63,7 @@ std::string beyond_limits(const Case& c, const TensorMap& results, const TensorM
   std::string text;
   for (const auto& [id, reference] : expected) {
     const HostTensor& result = results.at(id);
-    const cases::Difference d = cases::compare(c, id, result, reference);
+    const Difference d = cases::compare(c, id, result, reference);
     const double limit = cases::limit_of(cases::precision_of(result.dtype), id);
     const double found = result.dtype == DType::kF64 ? d.max_error : d.ratio;
     const double worst_block = result.dtype == DType::kF64 ? 0 : d.block_ratio;

@@ -4,11 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "case.h"
-#include "compare.h"
-#include "execute.h"
-#include "generate.h"
-#include "support/guarded_run.h"
+#include "support/names.h"
 
 namespace kda::test {
 
@@ -21,39 +17,35 @@ const std::vector<std::string>& families();
 Conditions choosing(const std::string& implementation);
 
 /// Forward and, with `do`, backward of a case in guarded memory. Throws kda::Error.
-cases::TensorMap run_case(const cases::Case& c, const Conditions& conditions,
-                          cases::OutputTypes types = {});
-cases::TensorMap run_case(const cases::Case& c, const std::string& implementation,
-                          cases::OutputTypes types = {});
+TensorMap run_case(const Case& c, const Conditions& conditions, OutputTypes types = {});
+TensorMap run_case(const Case& c, const std::string& implementation, OutputTypes types = {});
 
 /// The outputs of one operation. Throws kda::Error.
-cases::TensorMap run_operation(const Problem& problem, const cases::TensorMap& inputs,
-                               const Conditions& conditions);
+TensorMap run_operation(const Problem& problem, const TensorMap& inputs,
+                        const Conditions& conditions);
 
 /// "" or the outputs that are further from `expected` than 7.3 allows for their dtype, globally or
 /// in a block.
-std::string beyond_limits(const cases::Case& c, const cases::TensorMap& results,
-                          const cases::TensorMap& expected);
+std::string beyond_limits(const Case& c, const TensorMap& results, const TensorMap& expected);
 
 /// Tokens [begin, end) of a batch row of a tensor [B,T,...]: [1, end - begin, ...].
-cases::HostTensor tokens_of(const cases::HostTensor& tensor, int64_t batch, int64_t begin,
-                            int64_t end);
+HostTensor tokens_of(const HostTensor& tensor, int64_t batch, int64_t begin, int64_t end);
 /// Row `index` of the first dimension, which stays with extent 1.
-cases::HostTensor row_of(const cases::HostTensor& tensor, int64_t index);
+HostTensor row_of(const HostTensor& tensor, int64_t index);
 /// One behind the other along the first dimension.
-cases::HostTensor stacked(const std::vector<cases::HostTensor>& rows);
+HostTensor stacked(const std::vector<HostTensor>& rows);
 
 bool has_tokens(TensorId id);
 bool has_states(TensorId id);
 
 /// The tokens [begin, end) of a batch row as a case of its own, with state row `state`. Expected
 /// values are dropped.
-cases::Case part_of(const cases::Case& c, int64_t batch, int64_t begin, int64_t end, int64_t state);
+Case part_of(const Case& c, int64_t batch, int64_t begin, int64_t end, int64_t state);
 /// Sequence n of a packed or batched case, alone.
-cases::Case sequence_of(const cases::Case& c, std::size_t n);
+Case sequence_of(const Case& c, std::size_t n);
 
 /// "" or the first element of `a` whose bits differ in `b`.
-std::string other_bits(const cases::HostTensor& a, const cases::HostTensor& b);
-std::string other_bits(const cases::TensorMap& a, const cases::TensorMap& b);
+std::string other_bits(const HostTensor& a, const HostTensor& b);
+std::string other_bits(const TensorMap& a, const TensorMap& b);
 
 }  // namespace kda::test

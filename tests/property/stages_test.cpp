@@ -11,13 +11,6 @@
 namespace kda::test {
 namespace {
 
-using cases::Case;
-using cases::CaseSpec;
-using cases::HostTensor;
-using cases::TensorMap;
-
-using enum TensorId;
-
 /// Runs stages on a growing set of tensors; all intermediates have one dtype.
 class Stages {
  public:
@@ -82,7 +75,7 @@ class Stages {
 CaseSpec staged_case(bool gates) {
   CaseSpec spec = *any_case({.gates = gates, .reduced_types = false});
   spec.qk_l2norm = spec.beta_sigmoid = spec.allow_neg_eigval = false;
-  if (spec.family == cases::Family::kSmall) spec.family = cases::Family::kUnit;
+  if (spec.family == Family::kSmall) spec.family = Family::kUnit;
   return spec;
 }
 
@@ -94,7 +87,7 @@ DType stage_dtype(const std::string& family) {
 /// recurrence does not; the difference is below 1e-15 of the outputs but not of dg in fp64.
 void clamp(Case& c) {
   if (c.forward.gate != Gate::kNone) return;
-  cases::HostTensor& g = c.inputs.at(kG);
+  HostTensor& g = c.inputs.at(kG);
   for (int64_t i = 0; i < g.count(); ++i) g.set(i, std::max(g.get(i), -39.0));
 }
 
@@ -183,7 +176,7 @@ RC_GTEST_PROP(StagesComposed, RawDqIsThePartialOne, ()) {
         .run(Operation::kReverseScan, {kDh, kDvNew})
         .run(Operation::kWyBackward, {kDqPartial});
     TensorMap all = stages.take({kDqRaw, kGamma, kDqPartial});
-    const cases::HostTensor& raw = all.at(kDqRaw);
+    const HostTensor& raw = all.at(kDqRaw);
     double error = 0;
     double size = 0;
     for (int64_t i = 0; i < raw.count(); ++i) {

@@ -14,11 +14,6 @@
 namespace kda::test {
 namespace {
 
-using cases::Case;
-using cases::CaseSpec;
-using cases::HostTensor;
-using cases::TensorMap;
-
 constexpr int kThreads = 8;
 constexpr int kTurns = 4;
 

@@ -61,9 +61,9 @@ void note_limit(std::string_view family, std::string_view text) {
   counts->add("note." + std::string(family) + ": " + std::string(text));
 }
 
-Result<GuardedOutcome> run_counted(const Problem& problem, const cases::TensorMap& inputs,
+Result<GuardedOutcome> run_counted(const Problem& problem, const TensorMap& inputs,
                                    const Conditions& conditions) {
-  Result<GuardedOutcome> outcome = cases::run_guarded(problem, inputs, conditions);
+  Result<GuardedOutcome> outcome = run_guarded(problem, inputs, conditions);
   if (outcome.ok()) {
     count_call(outcome->implementation);
   } else if (outcome.status().code() != StatusCode::kUnsupported) {

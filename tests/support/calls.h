@@ -4,7 +4,7 @@
 
 #include <string_view>
 
-#include "support/guarded_run.h"
+#include "support/names.h"
 
 namespace kda::test {
 
@@ -15,7 +15,7 @@ void count_refusal(std::string_view choice, std::string_view reason);
 void note_limit(std::string_view family, std::string_view text);
 
 /// run_guarded, counted.
-Result<GuardedOutcome> run_counted(const Problem& problem, const cases::TensorMap& inputs,
+Result<GuardedOutcome> run_counted(const Problem& problem, const TensorMap& inputs,
                                    const Conditions& conditions = {});
 
 }  // namespace kda::test

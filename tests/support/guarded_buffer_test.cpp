@@ -5,6 +5,8 @@
 
 #include <gtest/gtest.h>
 
+#include "support/names.h"
+
 namespace kda::test {
 namespace {
 
@@ -13,7 +15,7 @@ using cases::GuardedBuffer;
 const TensorLayout kLayout = TensorLayout::strided(DType::kF32, {2, 3}, {5, 1});
 
 TEST(GuardedBuffer, HoldsElementsByTheirStrides) {
-  cases::HostTensor tensor(DType::kF32, {2, 3});
+  HostTensor tensor(DType::kF32, {2, 3});
   for (int64_t i = 0; i < 6; ++i) tensor.set(i, static_cast<double>(i));
   GuardedBuffer buffer(kLayout, 3);
   EXPECT_EQ(reinterpret_cast<std::uintptr_t>(buffer.address()) % 64, 12u);
@@ -40,7 +42,7 @@ TEST(GuardedBuffer, SeesWritesBetweenElements) {
 
 TEST(GuardedBuffer, SeesUnwrittenElements) {
   GuardedBuffer buffer(kLayout, 0);
-  cases::HostTensor zeros(DType::kF32, {2, 3});
+  HostTensor zeros(DType::kF32, {2, 3});
   buffer.load(zeros);
   EXPECT_EQ(buffer.unwritten(), -1);
   std::memset(buffer.address() + 6 * sizeof(float), 0xFF, sizeof(float));

@@ -42,7 +42,7 @@ void PerFamily::attempt(const std::function<void()>& part) const {
   }
 }
 
-cases::CaseSpec PerFamily::fitted(cases::CaseSpec spec) const {
+CaseSpec PerFamily::fitted(CaseSpec spec) const {
   if (!is_hopper()) return spec;
   if (spec.io == DType::kF32) spec.io = DType::kBF16;
   spec.sizes.K = spec.sizes.K <= 64 ? 64 : 128;
@@ -50,7 +50,7 @@ cases::CaseSpec PerFamily::fitted(cases::CaseSpec spec) const {
   return spec;
 }
 
-cases::CaseSpec PerFamily::fitted_to_decode(cases::CaseSpec spec, int64_t fewest_tokens) const {
+CaseSpec PerFamily::fitted_to_decode(CaseSpec spec, int64_t fewest_tokens) const {
   if (!is_hopper()) return spec;
   constexpr int64_t kManyStates = 160;
   constexpr int64_t kManyTokens = 4;

@@ -7,8 +7,8 @@
 
 #include <gtest/gtest.h>
 
-#include "generate.h"
 #include "kda/plan.h"
+#include "support/names.h"
 
 namespace kda::test {
 
@@ -29,10 +29,10 @@ class PerFamily : public testing::TestWithParam<std::string> {
   void attempt(const std::function<void()>& part) const;
 
   /// The spec, for Hopper rows in the type and the sizes that they take.
-  cases::CaseSpec fitted(cases::CaseSpec spec) const;
+  CaseSpec fitted(CaseSpec spec) const;
   /// The same for the recurrent operation, of which Hopper rows take K = V = 128, and calls of
   /// fewer than four tokens for many states at a time.
-  cases::CaseSpec fitted_to_decode(cases::CaseSpec spec, int64_t fewest_tokens = 1) const;
+  CaseSpec fitted_to_decode(CaseSpec spec, int64_t fewest_tokens = 1) const;
 };
 
 /// The families that this build has rows of; those for CUDA alone, if wanted.

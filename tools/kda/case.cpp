@@ -333,6 +333,10 @@ Problem forward_problem(const Case& c, OutputTypes types) {
   return problem_for(c, Operation::kChunkForward, types);
 }
 
+Problem recurrent_problem(const Case& c, OutputTypes types) {
+  return problem_for(c, Operation::kRecurrent, types);
+}
+
 Problem backward_problem(const Case& c, OutputTypes types) {
   return problem_for(c, Operation::kChunkBackward, types);
 }

@@ -56,6 +56,8 @@ struct OutputTypes {
 
 /// The forward with o and final_state.
 Problem forward_problem(const Case& c, OutputTypes types = {});
+/// The same token by token.
+Problem recurrent_problem(const Case& c, OutputTypes types = {});
 /// The backward with every gradient; dinitial_state is asked for without an initial_state too.
 /// Only for a case with `do`.
 Problem backward_problem(const Case& c, OutputTypes types = {});

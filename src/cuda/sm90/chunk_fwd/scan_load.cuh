@@ -229,6 +229,10 @@ __device__ void load_chunks(const ScanParams& p, const ForwardWork& work,
                                 &p.v_map, from, full);
     }
   }
+  // Or the lanes that only count chunks are at the kernel's end at once, and a warp that waits
+  // there for the launch before this one (cudaGridDependencySynchronize) loads nothing meanwhile:
+  // the second scan of the backward stood until the first was over.
+  __syncwarp();
 }
 
 }  // namespace kda::cuda::sm90
