@@ -7,7 +7,7 @@
 #   asan     all tests under AddressSanitizer, UndefinedBehaviorSanitizer and LeakSanitizer
 #   tsan     the tests that use threads under ThreadSanitizer
 #   fuzz     each libFuzzer target for KDA_FUZZ_SECONDS in all (60)
-#   tidy     clang-tidy finds nothing in include/, src/ and tools/
+#   tidy     clang-tidy finds nothing in include/, src/ and tools/; what was clean is not run again
 #   python   the wheel, installed into an empty environment and used from another folder
 #   cuda     the CUDA backend compiles (fetches a compiler where there is none)
 # --all runs every step in this order: the whole gate. ccache is used where it is installed.
@@ -85,8 +85,7 @@ step_fuzz() {
 
 step_tidy() {
   cmake --preset cpu --log-level=WARNING -Wno-dev "${launchers[@]}"
-  run-clang-tidy-14 -quiet -j "$jobs" -p build/cpu "$PWD/(src|tools)/"
-  echo "tidy: clean"
+  tools/tidy.py build/cpu --jobs "$jobs"
 }
 
 # Without CUDA: the library is the same, and step cuda compiles that part.
@@ -111,11 +110,14 @@ step_python() {
 
 step_cuda() {
   local PATH=$PATH:/usr/local/cuda/bin:$PWD/build/cuda-toolkit/bin
-  build cuda-release kda_program kda_cuda_tests kda_cuda_plan_tests
-  # Registers, spills and lost wgmma overlap of the Hopper kernels, from ptxas.
-  cmake --preset cuda-sm90 -B build/ptxas -DCMAKE_CUDA_FLAGS=-Xptxas=-v --log-level=WARNING \
-    -Wno-dev "${launchers[@]}"
-  cmake --build build/ptxas --target kda_sm90 --clean-first 2>&1 | tools/kernel_resources.py
+  # Registers, spills and lost wgmma overlap of the Hopper kernels, from ptxas; then all the rest.
+  cmake --preset cuda-release -DCMAKE_CUDA_FLAGS=-Xptxas=-v --log-level=WARNING -Wno-dev \
+    "${launchers[@]}"
+  cmake --build --preset cuda-release --parallel "$jobs" --target kda_sm90 --clean-first 2>&1 |
+    tools/kernel_resources.py
+  cmake --build --preset cuda-release --parallel "$jobs" \
+    --target kda_program kda_cuda_tests kda_cuda_plan_tests 2>&1 |
+    grep -vE '^ptxas info|^ +[0-9]+ bytes stack frame'
 }
 
 if [[ $setup == yes ]]; then
