@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import _arrays, _checks, _kda, _log, _operations, _problem
+from . import _arrays, _checks, _kda, _lengths, _log, _operations, _problem
 from ._problem import ArgumentError, Options, Sizes, UnsupportedError
 
 CHUNK_DEFAULTS: dict[str, Any] = dict(
@@ -102,10 +102,11 @@ def needs_operators(tensors: tuple) -> bool:
 
 
 def check_enabled(function: str) -> None:
-    """NATIVE_KDA_DISABLE is heeded by the functions that flash-linear-attention does not have, too."""
+    """NATIVE_KDA_DISABLE is heeded where flash-linear-attention has no such function, too."""
     if _log.disabled(is_tracing()):
         raise UnsupportedError(
-            f"{function}: NATIVE_KDA_DISABLE is set, and flash-linear-attention has no such function"
+            f"{function}: NATIVE_KDA_DISABLE is set, and flash-linear-attention has no such "
+            "function"
         )
 
 
@@ -193,33 +194,13 @@ def _inputs(call: dict[str, Any], options: Options, states: Any) -> tuple:
     return (*tensors, A_log, dt_bias, call["initial_state"])
 
 
-def _check_host_lengths(host: Any, q: Any, cu_seqlens: Any) -> None:
-    """What can be said of cu_seqlens_cpu without reading it. Beside arrays it is of any package:
-    CuPy has no arrays on the host."""
-    name = "cu_seqlens_cpu"
-    check_tensors({name: host})
-    of_torch = is_torch(q)
-    if is_torch(host) != of_torch:
-        expected = "a tensor of torch" if of_torch else "an array"
-        raise ArgumentError(f"{name}: found {type(host).__name__}, expected {expected}, as q is")
-    place = host.device if of_torch else _arrays.place(_arrays.Array(name, host))
-    if str(place) != "cpu":
-        raise ArgumentError(f"{name}: found on {place}, expected cpu")
-    if str(host.dtype).removeprefix("torch.") not in ("int32", "int64"):
-        raise ArgumentError(f"{name}: found dtype {host.dtype}, expected int64 or int32")
-    if tuple(host.shape) != tuple(cu_seqlens.shape):
-        raise ArgumentError(
-            f"{name}: found shape {list(host.shape)}, expected that of cu_seqlens, "
-            f"{list(cu_seqlens.shape)}"
-        )
-
-
 def _check_intermediate_states(call: dict[str, Any]) -> None:
     if is_torch(call["q"]):
         _torch_frame.check_no_gradient_of_states()
     host, cu_seqlens = call["cu_seqlens_cpu"], call["cu_seqlens"]
     if host is not None and cu_seqlens is not None:
-        _check_host_lengths(host, call["q"], cu_seqlens)
+        check_tensors({"cu_seqlens_cpu": host})
+        _lengths.check_on_host(host, is_torch(host), is_torch(call["q"]), cu_seqlens)
 
 
 def chunk_problem(call: dict[str, Any]) -> tuple[dict[str, Any], tuple, Options]:
@@ -275,8 +256,8 @@ def was_seen(call: dict[str, Any]) -> bool:
 
 
 def _check_on_meta(leader: Any, prepare: Callable[..., Any], *how: Any) -> None:
-    """On meta the operators tell shapes and dtypes, whatever they are given: what the library checks
-    is checked as on the CPU. Inside a trace extents need not be numbers."""
+    """On meta the operators tell shapes and dtypes, whatever they are given: what the library
+    checks is checked as on the CPU. Inside a trace extents need not be numbers."""
     if not leader.is_meta or is_tracing() or _autograd.is_watched():
         return
     try:
@@ -305,37 +286,6 @@ def chunk(call: dict[str, Any]) -> tuple[Any, ...]:
     return _arrays.hand_over(o, arrays[0]), _arrays.hand_over(final_state, arrays[0])
 
 
-def _ends(cu_seqlens: Any, cu_seqlens_cpu: Any, T: int) -> list[int]:
-    """The values of cu_seqlens; those of a tensor on a GPU come from cu_seqlens_cpu if it is there,
-    which then must be possible at least. Where cu_seqlens can be read for nothing both must agree.
-    """
-    if cu_seqlens_cpu is None:
-        return cu_seqlens.tolist()
-    ends = cu_seqlens_cpu.tolist()
-    if ends[0] != 0 or ends[-1] > T or ends != sorted(ends):
-        raise ArgumentError(
-            f"cu_seqlens_cpu: found {ends}, expected 0 first, then ends that do not decrease, at "
-            f"most T = {T}"
-        )
-    on_host = (
-        cu_seqlens.is_cpu
-        if is_torch(cu_seqlens)
-        else _arrays.Array("cu_seqlens", cu_seqlens).device[0] == _problem.CPU
-    )
-    if on_host and ends != cu_seqlens.tolist():
-        raise ArgumentError(
-            f"cu_seqlens_cpu: found {ends}, expected the values of cu_seqlens, "
-            f"{cu_seqlens.tolist()}"
-        )
-    return ends
-
-
-def _chunks_in(ends: list[int], chunk_size: int) -> int:
-    return sum(
-        (end - begin + chunk_size - 1) // chunk_size for begin, end in zip(ends, ends[1:])
-    )
-
-
 def _chunk_with_states(
     inputs: tuple, cu_seqlens: Any, cu_seqlens_cpu: Any, options: Options, with_state: bool
 ) -> tuple[Any, Any, Any]:
@@ -347,7 +297,8 @@ def _chunk_with_states(
                 "transformed, or on meta; expected none, since there are as many states as its "
                 "values say. Leave either out, or call eagerly"
             )
-        ends = _ends(cu_seqlens, cu_seqlens_cpu, inputs[0].shape[1])
+        of_torch = is_torch(inputs[0])
+        ends = _lengths.ends_of(cu_seqlens, cu_seqlens_cpu, of_torch, inputs[0].shape[1])
     if is_torch(inputs[0]):
         inputs = _torch_frame.laid_out(inputs, _torch_frame.scattered(inputs))
         outputs = ("o", "final_state", "h") if with_state else ("o", "h")
@@ -361,7 +312,7 @@ def _chunk_with_states(
     B = o.shape[0]
     if ends is not None:
         # Rows past the last chunk are there only because the plan does not know how many there are.
-        h = h[: _chunks_in(ends, options.chunk_size)]
+        h = h[: _lengths.chunks_in(ends, options.chunk_size)]
     h = h.reshape(B, h.shape[0] // B, *h.shape[1:])
     return o, final_state, h.swapaxes(-1, -2) if options.state_v_first else h
 

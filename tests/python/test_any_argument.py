@@ -14,7 +14,8 @@ from native_kda import stages
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # transpose_state_layout
 ERRORS = (ValueError, native_kda.UnsupportedError, MemoryError)
-STAGES = ("gate_cumsum", "intra", "wu", "state_scan", "output", "reverse_scan", "wy_bwd", "intra_bwd")
+STAGES = (
+    "gate_cumsum", "intra", "wu", "state_scan", "output", "reverse_scan", "wy_bwd", "intra_bwd")
 FUNCTIONS = (
     native_kda.chunk_kda, native_kda.chunk_kda_backward, native_kda.fused_recurrent_kda,
     native_kda.is_supported, native_kda.warmup, *(getattr(stages, name) for name in STAGES))
@@ -263,7 +264,7 @@ def test_a_named_backend_of_the_backward(torch):
     for x in (inputs(False), {n: torch.from_numpy(t) for n, t in inputs(False).items()}):
         call = {**x, **FLAGS, "do": x["v"]}
         assert native_kda.chunk_kda_backward(**call, backend="cpu")["dq"].shape == (1, 5, 1, 4)
-        with pytest.raises(native_kda.ArgumentError, match="^backend: found 'cuda' with tensors on"):
+        with pytest.raises(native_kda.ArgumentError, match="^backend: found 'cuda' with"):
             native_kda.chunk_kda_backward(**call, backend="cuda")
         with pytest.raises(native_kda.UnsupportedError, match="backend='fla'.* no such function"):
             native_kda.chunk_kda_backward(**call, backend="fla")

@@ -16,8 +16,9 @@ import pytest
 import native_kda
 
 PACKAGE = pathlib.Path(native_kda.__file__).parent
-MODULES = ("__init__", "_arrays", "_autograd", "_calls", "_checks", "_kda", "_library", "_log",
-           "_problem", "_torch", "doctor", "fla", "ops", "run", "stages", "support")
+MODULES = ("__init__", "_arrays", "_autograd", "_calls", "_checks", "_derivatives", "_kda",
+           "_lengths", "_library", "_log", "_operations", "_problem", "_torch", "doctor", "fla",
+           "ops", "run", "stages", "support")
 
 
 def python(*arguments, **variables):

@@ -130,12 +130,13 @@ def test_states_are_kept_where_the_backward_may_use_them(monkeypatch):
     how = dict(**FLAGS, output_final_state=True)
     wanted = gradients(native_kda.chunk_kda(**x, **how), x, weights)
     assert prepared == [(0, False, False), (1, False, False)]
-    for _ in range(2):  # the second call is remembered
+    for _ in range(2):  # the second call is remembered, where tensors are read by DLPack's table
         outputs = native_kda.chunk_kda(**x, **how, disable_recompute=True)
         assert len(outputs) == 2
         for name, gradient in gradients(outputs, x, weights).items():
             assert ratio(wanted[name], gradient) < 1e-6, name
-    assert prepared[2:] == [(0, False, True), (1, True, False)]
+    times = 2 if native_kda._torch.reader is None else 1
+    assert prepared[2:] == [(0, False, True), (1, True, False)] * times
     with torch.no_grad():
         o, state = native_kda.chunk_kda(**x, **how, disable_recompute=True)
     assert state.shape == outputs[1].shape
