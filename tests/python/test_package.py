@@ -276,6 +276,16 @@ def test_run_needs_a_script():
     assert result.returncode == 2 and "usage: python -m native_kda.run" in result.stderr
 
 
+def test_run_says_what_is_missing():
+    """In a line: neither is an error of the script."""
+    block = "import sys; sys.modules['fla'] = None; sys.modules.setdefault('torch', None); "
+    start = "from native_kda import run; sys.exit(run.main(['-m', 'this']))"
+    result = python("-c", block + start)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert re.match(r"native_kda.run: flash-linear-attention cannot be imported: .*\n$",
+                    result.stderr)
+
+
 def test_everything_public_is_annotated():
     """py.typed promises it: each public function has types for its arguments and its result."""
     for name in ("ops", "stages", "support", "fla", "_problem"):
