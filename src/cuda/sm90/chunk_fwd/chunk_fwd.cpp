@@ -47,14 +47,18 @@ Status launch_prep(const PrepParams& params, bool, cudaStream_t stream) {
   const ChunkForwardKernels kernels = kernels_of(p);
   const int64_t items = p.sequences.chunk_rows * p.heads.HV;
   int64_t blocks = p.blocks > 0 ? std::min<int64_t>(p.blocks, items) : items;
-  if (p.ready != nullptr) {
+  const bool beside = p.ready != nullptr;
+  if (beside) {
     p.counters = p.ready + items;
     blocks = p.room.blocks;
-    const auto words = static_cast<std::size_t>(items + kPrepCounters);
-    const cudaError_t error = cudaMemsetAsync(p.ready, 0, words * sizeof(uint32_t), stream);
-    if (error != cudaSuccess) return device_error("flags of sm90_chunk_fwd_prep", error);
+    // A kernel and not a memset: prep starts beside it.
+    const ClearParams clear{p.ready, items + kPrepCounters};
+    const int64_t clear_blocks = (clear.count + kClearThreads - 1) / kClearThreads;
+    Status status = launch({"sm90_chunk_fwd_clear", clear_blocks, kClearThreads}, clear_kernel(),
+                           clear, stream);
+    if (!status.ok()) return status;
   }
-  return launch({"sm90_chunk_fwd_prep", blocks, kPrepThreads, kernels.prep_shared_bytes},
+  return launch({"sm90_chunk_fwd_prep", blocks, kPrepThreads, kernels.prep_shared_bytes, beside},
                 kernels.prep, p, stream);
 }
 

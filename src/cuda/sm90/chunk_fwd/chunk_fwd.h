@@ -35,6 +35,12 @@ struct PrepParams {
   bool split_beta = false;  ///< `solve` without diag(beta), and beta beside it
 };
 
+/// Flags and counters before prep.
+struct ClearParams {
+  uint32_t* words = nullptr;
+  int64_t count = 0;
+};
+
 /// What a walk over the chunks of a sequence reads and writes.
 enum class Walk {
   kForward,  ///< v -> o, h, final_state
