@@ -51,7 +51,7 @@ enum class Walk {
 };
 
 struct ScanParams {
-  CUtensorMap v_map, o_map, h_map;  ///< of v, o, h; launch_scan fills them and `shape`
+  CUtensorMap v_map, h_map;  ///< of v and h; launch_scan fills them and `shape`
   ScanShape shape;
   const std::byte* records = nullptr;
   const uint32_t* ready = nullptr;    ///< of each record, where prep may still be running
