@@ -338,11 +338,13 @@ struct GradBlock {
     const GradScalars scalars = load_scalars(p, next);
     GradFinish<Io, K>(shared, p, work, warp, thread_index() % 32)
         .template store_all<GATE>(sums.S, sums.dkx, W);
-    if (next.chunk.rows == 0) return;
     __syncthreads();
-    load_key_rows(shared, p, next);
-    commit_copies();
-    put_scalars(shared, p, next.chunk.rows, scalars);
+    if (next.chunk.rows > 0) {
+      load_key_rows(shared, p, next);
+      commit_copies();
+      put_scalars(shared, p, next.chunk.rows, scalars);
+    }
+    store_partial(shared, p, work);
   }
 };
 

@@ -123,7 +123,9 @@ struct GradWork {
 
   template <class T>
   __device__ __forceinline__ T* at(GradRows tensor) const {
-    return static_cast<T*>(rows[tensor]);
+    void* const row = rows[tensor];
+    __builtin_assume(__isGlobal(row));  // else stores wait for those to shared memory
+    return static_cast<T*>(row);
   }
 };
 
@@ -139,13 +141,8 @@ struct GradShared {
     unsigned char scores[2 * kChunk * kPanelRowBytes];  ///< dP, then dL
   };
   float G[kChunk][Traits::kGStride];
-  union {
-    struct {
-      alignas(16) Io q[kChunk][Traits::kStride];
-      alignas(16) Io k[kChunk][Traits::kStride];
-    };
-    alignas(16) unsigned char staging[2][K / 64][kChunk * kPanelRowBytes];  ///< dq, dk
-  };
+  alignas(16) Io q[kChunk][Traits::kStride];     ///< then dq
+  alignas(16) Io k[kChunk][Traits::kStride];     ///< then dk
   alignas(16) float g[kChunk][Traits::kStride];  ///< raw; 16-bit types fill half of it
   union {
     float totals[kChunk / Traits::kTokens][K];
@@ -161,9 +158,8 @@ struct GradShared {
   };
   float dg_steps[kChunk / Traits::kTokens][K];  ///< what each segment adds to dg
   float partial[3][Traits::kWarps][kChunk];     ///< sums over the channels of a warp
-  float sums[3][kChunk];
-  float value_product[kChunk];  ///< rowsum_V(R . v)
-  float diagonal[kChunk];       ///< dP_ii
+  float value_product[kChunk];                  ///< rowsum_V(R . v)
+  float diagonal[kChunk];                       ///< dP_ii
   float beta[kChunk];
   float beta_slope[kChunk];  ///< d beta / d logit
   float bias[K];
