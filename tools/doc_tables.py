@@ -4,7 +4,7 @@
 usage: doc_tables.py (--check | --write) [--signatures PROGRAM] [--kda PROGRAM]
 
 Between "<!-- NAME: begin -->" and "<!-- NAME: end -->" stands what a built program prints:
-  docs/api.md      signatures      the tensors of each operation (tests/docs/signatures.cpp)
+  docs/tensors.md  signatures      the tensors of each operation (tests/docs/signatures.cpp)
   docs/support.md  cpu, cuda       the implementations on a device (kda support --json)
 and what bench/results/ holds:
   docs/kernels/recurrent.md  decode, floor   times of decode steps, and what the memory allows
@@ -111,7 +111,7 @@ def main() -> None:
         **doc_tables_python.sections(),
     }
     if arguments.signatures:
-        documents["docs/api.md"] = {"signatures": output_of(arguments.signatures)}
+        documents["docs/tensors.md"] = {"signatures": output_of(arguments.signatures)}
     if arguments.kda:
         documents["docs/support.md"] = support_sections(arguments.kda)
     stale = False

@@ -28,6 +28,8 @@ def main():
         if found := re.search(r"Compiling entry function '(\w+)' for '(\w+)'", line):
             name, arch = found.groups()
             rows[(name, arch)] = {}
+        elif "error" in line:
+            print(line, end="", file=sys.stderr)
         elif re.search(r"\(C75\d\d\)|Potential Performance Loss", line):
             losses.append(line.strip())
         elif found := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):

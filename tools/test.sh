@@ -111,11 +111,14 @@ step_python() {
 
 step_cuda() {
   local PATH=$PATH:/usr/local/cuda/bin:$PWD/build/cuda-toolkit/bin
-  build cuda-release kda_program kda_cuda_tests kda_cuda_plan_tests
-  # Registers, spills and lost wgmma overlap of the Hopper kernels, from ptxas.
-  cmake --preset cuda-sm90 -B build/ptxas -DCMAKE_CUDA_FLAGS=-Xptxas=-v --log-level=WARNING \
-    -Wno-dev "${launchers[@]}"
-  cmake --build build/ptxas --target kda_sm90 --clean-first 2>&1 | tools/kernel_resources.py
+  # Registers, spills and lost wgmma overlap of the Hopper kernels, from ptxas; then all the rest.
+  cmake --preset cuda-release -DCMAKE_CUDA_FLAGS=-Xptxas=-v --log-level=WARNING -Wno-dev \
+    "${launchers[@]}"
+  cmake --build --preset cuda-release --parallel "$jobs" --target kda_sm90 --clean-first 2>&1 |
+    tools/kernel_resources.py
+  cmake --build --preset cuda-release --parallel "$jobs" \
+    --target kda_program kda_cuda_tests kda_cuda_plan_tests 2>&1 |
+    grep -vE '^ptxas info|^ +[0-9]+ bytes stack frame'
 }
 
 if [[ $setup == yes ]]; then

@@ -17,9 +17,13 @@ _CODES = {
     "float16": _problem.F16,
     "float32": _problem.F32,
     "float64": _problem.F64,
+    "int32": _problem.I32,
+    "int64": _problem.I64,
 }
 # kDLCPU, kDLCUDAHost; kDLCUDA, kDLCUDAManaged
 _DEVICES = {1: _problem.CPU, 3: _problem.CPU, 2: _problem.CUDA, 13: _problem.CUDA}
+_BYTES = (0, 2, 2, 4, 8, 4, 8)  # of an element, by the number of its dtype
+_PACKAGES = ("numpy", "cupy", "jax", "torch")
 _EXPECTED = "expected a tensor of torch or an array that speaks DLPack (NumPy, CuPy, JAX)"
 
 
@@ -40,12 +44,25 @@ class Array:
             raise ArgumentError(
                 f"{name}: found strides {self.strides}, expected none below 0; copy it first"
             )
+        size = _BYTES[self.code]
+        if size and self.address % size and 0 not in self.shape:
+            raise ArgumentError(
+                f"{name}: found its memory at {self.address:#x}, expected a multiple of {size}, "
+                f"the size of {_problem.DTYPE_NAMES[self.code]}; copy it first"
+            )
 
 
-def check(name: str, array: Any, first: str = "", leader: Any = None) -> None:
-    """What an array must be before its memory is looked at. Packages may be mixed."""
-    if not hasattr(array, "dtype") or not hasattr(array, "shape"):
+def check(name: str, array: Any, first: str, leader: Any) -> None:
+    """What an array must be before its memory is looked at. What torch knows of its tensors, that
+    one requires grad, say, nothing here asks: no package stands beside another."""
+    if not all(hasattr(array, what) for what in ("dtype", "shape", "__dlpack__")):
         raise ArgumentError(f"{name}: found {type(array).__name__}, {_EXPECTED}")
+    package = package_of(array)
+    if package != package_of(leader):
+        raise ArgumentError(
+            f"{name}: found {type(array).__name__} of {package}, expected an array of "
+            f"{package_of(leader)}, as {first} is"
+        )
     masked = sys.modules.get("numpy.ma")
     if masked is not None and isinstance(array, masked.MaskedArray):
         raise ArgumentError(
@@ -69,7 +86,7 @@ def _unreadable(name: str, array: Any) -> ArgumentError:
 
 def _describe(name: str, array: Any) -> tuple:
     # NumPy exports bfloat16 (of package ml_dtypes) neither by DLPack nor as a buffer.
-    if str(getattr(array, "dtype", "")) == "bfloat16" and module_of(array) == "numpy":
+    if str(getattr(array, "dtype", "")) == "bfloat16" and package_of(array) == "numpy":
         address, _, *rest = _native.describe(array.view("uint16"))
         return (address, _problem.BF16, *rest)
     try:
@@ -80,10 +97,7 @@ def _describe(name: str, array: Any) -> tuple:
 
 
 def wrap(name: str, array: Any) -> Array | None:
-    if array is None:
-        return None
-    check(name, array)
-    return Array(name, array)
+    return None if array is None else Array(name, array)
 
 
 def place(array: Array) -> str:
@@ -96,17 +110,21 @@ def unwrap(array: Any) -> Any:
     return array.array if isinstance(array, Array) else array
 
 
-def module_of(array: Any) -> str:
-    """The package of an array: its top-level module."""
-    name = type(array).__module__.partition(".")[0]
-    return "jax" if name == "jaxlib" else name
+def package_of(array: Any) -> str:
+    """Where the class of an array comes from, or the one that it is derived from."""
+    for kind in type(array).__mro__:
+        name = kind.__module__.partition(".")[0]
+        name = "jax" if name == "jaxlib" else name
+        if name in _PACKAGES:
+            return name
+    return type(array).__module__.partition(".")[0]
 
 
 def describe(rows: list[tuple[str, Array]]) -> tuple[tuple, tuple[int, int]]:
     layouts = []
     first, device = rows[0][0], rows[0][1].device
     for name, array in rows:
-        if array.code == 0 or not array.shape:
+        if array.code == 0 or not 1 <= len(array.shape) <= 4:
             raise _problem.not_a_tensor(name, array)
         if array.device != device:
             raise _problem.elsewhere(name, place(array), first, place(rows[0][1]))
@@ -128,7 +146,7 @@ def stream(device: tuple[int, int]) -> int:
 
 
 def _cupy_empty(shape: Any, dtype: Any, like: Array) -> Any:
-    name = module_of(like.array)
+    name = package_of(like.array)
     if name != "cupy":
         raise _problem.UnsupportedError(
             f"arrays of {name} on a GPU: outputs cannot be allocated; use torch or CuPy"
@@ -169,7 +187,7 @@ def hand_over(result: Array | None, like: Any) -> Any:
     """The array for the caller, of the package of `like`."""
     if result is None:
         return None
-    if module_of(like.array) == "jax":
+    if package_of(like.array) == "jax":
         return sys.modules["jax"].numpy.asarray(result.array)
     return result.array
 
@@ -177,5 +195,5 @@ def hand_over(result: Array | None, like: Any) -> Any:
 def check_writable(name: str, array: Any) -> None:
     """For arrays that are updated in place."""
     flags = getattr(array, "flags", None)
-    if module_of(array) == "jax" or not getattr(flags, "writeable", True):
+    if package_of(array) == "jax" or not getattr(flags, "writeable", True):
         raise ArgumentError(f"{name}: found a read-only array, expected one that can be updated")

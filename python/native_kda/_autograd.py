@@ -1,4 +1,4 @@
-"""The eager torch route: the operators without the cost of torch's dispatcher.
+"""The eager torch route: what the operators do, without the cost of torch's dispatcher.
 
 A call's checks and plan depend on nothing but dtypes, devices, shapes, strides and options. They
 are made for the first call of a kind and remembered; later ones cost a look-up.
@@ -12,8 +12,14 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from . import _kda, _library, _log, _native, _problem, _torch
-from ._problem import ArgumentError, Options, Prepared
+from . import _kda, _library, _native, _operations, _problem, _torch
+from ._derivatives import (
+    check_in_place,
+    chunk_kda_backward,
+    refuse_gradients,
+    wants_gradients,
+)
+from ._problem import Options, Prepared
 
 is_compiling = torch.compiler.is_compiling
 _trace = torch._C._get_tracing_state  # of torch.jit.trace
@@ -69,7 +75,7 @@ _calls = _Memory()
 _gradients = _Memory()
 
 
-def _is_watched() -> bool:
+def is_watched() -> bool:
     """Tracing, dispatch modes and function transforms see operators only; within forward-mode
     differentiation no call may skip its checks."""
     if is_compiling() or torch._C._len_torch_dispatch_stack():
@@ -80,10 +86,10 @@ def _is_watched() -> bool:
 
 
 def needs_operators(tensors: tuple) -> bool:
-    """As _is_watched; so do tensor subclasses, tensors elsewhere, what is left of a function
+    """As is_watched; so do tensor subclasses, tensors elsewhere, what is left of a function
     transform, and tensors that are to be read as their negative."""
     q = tensors[0]
-    if _is_watched() or not (q.is_cuda or q.is_cpu):
+    if is_watched() or not (q.is_cuda or q.is_cpu):
         return True
     if _torch.reader is not None:
         return _torch.reader.key(tensors) is None
@@ -95,7 +101,7 @@ def needs_operators(tensors: tuple) -> bool:
 
 def _key(tensors: tuple, options: tuple) -> tuple | None:
     """What the call is known by, if it can be remembered."""
-    if _torch.reader is None or _is_watched():
+    if _torch.reader is None or is_watched():
         return None
     layouts = _torch.reader.key(tensors)
     if layouts is None:
@@ -142,14 +148,14 @@ class ChunkKda(torch.autograd.Function):
         how = (saved[:9], ctx.options, needs)
         # With create_graph: the operator's own gradient, an error, hangs on all that it is given.
         if torch.is_grad_enabled():
-            return *_library.chunk_kda_backward(do, dfinal_state, *how), None, None
+            return *chunk_kda_backward(do, dfinal_state, *how), None, None
         inputs, cu_seqlens, h = saved[:8], saved[8], saved[9]
         tensors = (*saved[:9], do, dfinal_state, h)
         key = _key(tensors, (*ctx.options, *needs))
         backward = _gradients.find(key)
         if backward is None:
             if needs_operators(tensors):
-                return *_library.chunk_kda_backward(do, dfinal_state, *how), None, None
+                return *chunk_kda_backward(do, dfinal_state, *how), None, None
             backward = _kda.prepare_backward(
                 _torch, do, dfinal_state, inputs, cu_seqlens, ctx.options, needs, h
             )
@@ -160,31 +166,25 @@ class ChunkKda(torch.autograd.Function):
 
 
 # torch.autograd.Function.apply without its preparations for function transforms, which are not
-# there (_is_watched): 4 us.
+# there (is_watched): 4 us.
 _apply = super(torch.autograd.Function, ChunkKda).apply
-
-
-def _wants_gradients(tensors: tuple) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    for tensor in tensors:  # half the time of any()
-        if tensor is not None and tensor.requires_grad:
-            return True
-    return False
 
 
 def _run_chunk(prepared: Prepared, tensors: tuple) -> tuple[torch.Tensor, torch.Tensor | None]:
     if prepared.copies:
         tensors = _torch.laid_out(tensors, prepared.copies)
-    if _wants_gradients(tensors):
+    if wants_gradients(tensors):
         return _apply(*tensors, prepared)
     return _forward(prepared, _present(tensors))
 
 
 def _chunk_key(tensors: tuple, options: tuple) -> tuple | None:
-    """With disable_recompute, the last option, only a call that wants gradients keeps h."""
+    """With disable_recompute, the last option, only a call that wants gradients keeps h. What is
+    equal to a chunk size or a flag, as 64.0 is, must still be checked."""
+    if type(options[-1]) is not bool or type(options[-2]) is not int:
+        return None
     if options[-1]:
-        options = (*options[:-1], _wants_gradients(tensors))
+        options = (*options[:-1], wants_gradients(tensors))
     return _key(tensors, options)
 
 
@@ -219,7 +219,7 @@ def chunk_kda(
     tensors = (*inputs, cu_seqlens)
     if needs_operators(tensors):
         return _library.chunk_kda(inputs, cu_seqlens, options, with_state)
-    keeps_h = bool(call["disable_recompute"]) and _wants_gradients(tensors)
+    keeps_h = bool(call["disable_recompute"]) and wants_gradients(tensors)
     copies = _torch.scattered(tensors)
     ready = _torch.laid_out(tensors, copies)
     prepared = _kda.prepare_forward(_torch, ready[:8], cu_seqlens, options, with_state, keeps_h)
@@ -229,28 +229,13 @@ def chunk_kda(
     return _run_chunk(prepared, ready)
 
 
-def _refuse_gradients(tensors: tuple, in_place: bool) -> None:
-    """A decode step has none: where one was wanted that must not go unnoticed."""
-    if not _wants_gradients(tensors):
-        return
-    if in_place and tensors[7].requires_grad:
-        raise ArgumentError(
-            "initial_state: found a tensor that requires grad, expected one that can be updated in "
-            "place; call under torch.no_grad() or detach it"
-        )
-    if not is_compiling():
-        _log.once(
-            "fused_recurrent_kda has no gradients: its results do not require grad though an input "
-            "does. Call it under torch.no_grad(), or chunk_kda for gradients"
-        )
-
-
 def _run_decode(prepared: Prepared, tensors: tuple, in_place: bool) -> tuple[Any, Any]:
-    _refuse_gradients(tensors, in_place)
+    refuse_gradients(tensors)
     states = tensors[7]
     given = _present(tensors)
     if not in_place:
         return _forward(prepared, given)
+    check_in_place(states)
     o, _ = _forward(prepared, (*given, states))
     torch.autograd.graph.increment_version(states)
     return o, states
@@ -284,7 +269,6 @@ def recurrent_kda(
     """As chunk_kda."""
     tensors = (*inputs, cu_seqlens, state_indices, num_accepted)
     if needs_operators(tensors):
-        _refuse_gradients(tensors, in_place)
         if not in_place:
             return _library.recurrent_kda(inputs, cu_seqlens, options, with_state)
         o = _library.recurrent_kda_pool(inputs, cu_seqlens, state_indices, num_accepted, options)
@@ -294,3 +278,29 @@ def recurrent_kda(
     if all(a is b for a, b in zip(tensors, DECODE_TENSORS(call))):
         _keep(_calls, key, (prepared, in_place))
     return _run_decode(prepared, tensors, in_place)
+
+
+def _is_plain(tensors: tuple) -> bool:
+    """Whether nothing would see an operator: no tracer, no transform, no autograd."""
+    return not (needs_operators(tensors) or wants_gradients(tensors))
+
+
+def chunk_backward(
+    do: torch.Tensor,
+    dfinal_state: Any,
+    inputs: tuple,
+    cu_seqlens: Any,
+    options: Options,
+    needs: tuple[bool, ...],
+) -> tuple:
+    """The gradients of the inputs, in their order; None where not needed."""
+    if _is_plain((*inputs, cu_seqlens, do, dfinal_state)):
+        return _kda.backward(_torch, do, dfinal_state, inputs, cu_seqlens, options, needs)
+    return chunk_kda_backward(do, dfinal_state, (*inputs, cu_seqlens), options, needs)
+
+
+def operation(name: str, outputs: tuple[str, ...], options: Options, given: dict) -> tuple:
+    """A stage, or chunk_kda with its intermediate states."""
+    if _is_plain(tuple(given.values())):
+        return _operations.run(_torch, name, outputs, options, given)
+    return _library.run(name, outputs, options, given)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
-from . import _arrays, _checks, _kda, _problem
+from . import _arrays, _checks, _kda, _lengths, _log, _operations, _problem
 from ._problem import ArgumentError, Options, Sizes, UnsupportedError
 
 CHUNK_DEFAULTS: dict[str, Any] = dict(
@@ -95,6 +96,29 @@ def torch_frame() -> Any:
     return _torch_frame
 
 
+def needs_operators(tensors: tuple) -> bool:
+    """Of tensors of torch: whether calls go through its dispatcher."""
+    return _autograd.needs_operators(tensors)
+
+
+def check_enabled(function: str) -> None:
+    """NATIVE_KDA_DISABLE is heeded where flash-linear-attention has no such function, too."""
+    if _log.disabled(is_tracing()):
+        raise UnsupportedError(
+            f"{function}: NATIVE_KDA_DISABLE is set, and flash-linear-attention has no such "
+            "function"
+        )
+
+
+def torch_operation(
+    operation: str, outputs: tuple[str, ...], options: Options, given: dict[str, Any]
+) -> tuple:
+    """An operation on tensors of torch by its signature."""
+    leader = next(iter(given.values()))
+    _check_on_meta(leader, _operations.prepare, operation, outputs, options, given)
+    return _autograd.operation(operation, outputs, options, given)
+
+
 def check_tensors(tensors: dict[str, Any], required: tuple[str, ...] = _TENSORS) -> None:
     """What stands where a tensor is expected: all of the kind of the first, and where that is."""
     first, leader = next(iter(tensors.items()))
@@ -126,7 +150,7 @@ def _align_dtypes(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     import torch
 
     kind = q.device.type
-    if not torch.is_autocast_enabled(kind):
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return q, k, v
     dtype = torch.get_autocast_dtype(kind)
     return q.to(dtype), k.to(dtype), v.to(dtype)
@@ -147,21 +171,11 @@ def _flat(A_log: Any, dt_bias: Any, sizes: Sizes) -> tuple[Any, Any]:
 
 
 def _options(call: dict[str, Any], defaults: dict[str, Any]) -> Options:
-    """The options of a call; unknown arguments are refused."""
+    """The options of a call that _checks.natively returned; unknown arguments are refused."""
     extra = {name: call[name] for name in call if name not in defaults and name not in _TENSORS}
     state_v_first = _checks.take_state_layout(call["state_v_first"], extra)
     _checks.refuse_unknown(extra)
-    return _checks.options_of(
-        scale=call["scale"],
-        use_qk_l2norm_in_kernel=call["use_qk_l2norm_in_kernel"],
-        use_gate_in_kernel=call["use_gate_in_kernel"],
-        use_beta_sigmoid_in_kernel=call["use_beta_sigmoid_in_kernel"],
-        allow_neg_eigval=call["allow_neg_eigval"],
-        lower_bound=call["lower_bound"],
-        state_v_first=state_v_first,
-        A_log=call["A_log"],
-        chunk_size=call.get("chunk_size", 64),
-    )
+    return _checks.options_of(call, state_v_first)
 
 
 def _inputs(call: dict[str, Any], options: Options, states: Any) -> tuple:
@@ -180,12 +194,20 @@ def _inputs(call: dict[str, Any], options: Options, states: Any) -> tuple:
     return (*tensors, A_log, dt_bias, call["initial_state"])
 
 
-def chunk_problem(call: dict[str, Any]) -> tuple[tuple, Options]:
-    """The inputs and options of a call of chunk_kda."""
+def _check_intermediate_states(call: dict[str, Any]) -> None:
+    if is_torch(call["q"]):
+        _torch_frame.check_no_gradient_of_states()
+    host, cu_seqlens = call["cu_seqlens_cpu"], call["cu_seqlens"]
+    if host is not None and cu_seqlens is not None:
+        check_tensors({"cu_seqlens_cpu": host})
+        _lengths.check_on_host(host, is_torch(host), is_torch(call["q"]), cu_seqlens)
+
+
+def chunk_problem(call: dict[str, Any]) -> tuple[dict[str, Any], tuple, Options]:
+    """A call of chunk_kda with its options as values of Python, its inputs and its options."""
+    call = _checks.natively(call)
     check_tensors(_tensors_in(call))
     options = _options(call, CHUNK_DEFAULTS)
-    if call["return_intermediate_states"] and is_torch(call["q"]):
-        _torch_frame.check_no_gradient_of_states()
     if call["cp_context"] is not None:
         raise UnsupportedError("cp_context: context parallelism is not implemented")
     _checks.check_safe_gate(call["safe_gate"], call["use_gate_in_kernel"], call["lower_bound"])
@@ -198,7 +220,9 @@ def chunk_problem(call: dict[str, Any]) -> tuple[tuple, Options]:
             raise ArgumentError(
                 f"initial_state: found dtype {found}, initial_state must be in float32"
             )
-    return inputs, options
+    if call["return_intermediate_states"]:
+        _check_intermediate_states(call)
+    return call, inputs, options
 
 
 def wrap(inputs: tuple) -> tuple:
@@ -231,6 +255,17 @@ def was_seen(call: dict[str, Any]) -> bool:
     return _may_be_seen(call, _CHUNK_LENGTH) and _autograd.chunk_was_seen(call)
 
 
+def _check_on_meta(leader: Any, prepare: Callable[..., Any], *how: Any) -> None:
+    """On meta the operators tell shapes and dtypes, whatever they are given: what the library
+    checks is checked as on the CPU. Inside a trace extents need not be numbers."""
+    if not leader.is_meta or is_tracing() or _autograd.is_watched():
+        return
+    try:
+        prepare(_torch_frame.OnMeta, *how)
+    except UnsupportedError:  # there; somewhere else it may be supported
+        pass
+
+
 def chunk(call: dict[str, Any]) -> tuple[Any, ...]:
     """chunk_kda."""
     result = key = None
@@ -238,52 +273,17 @@ def chunk(call: dict[str, Any]) -> tuple[Any, ...]:
         result, key = _autograd.chunk_seen(call)
         if result is not None:
             return result
-    inputs, options = chunk_problem(call)
-    cu_seqlens, with_state = call["cu_seqlens"], bool(call["output_final_state"])
+    call, inputs, options = chunk_problem(call)
+    cu_seqlens, with_state = call["cu_seqlens"], call["output_final_state"]
     if call["return_intermediate_states"]:
         return _chunk_with_states(inputs, cu_seqlens, call["cu_seqlens_cpu"], options, with_state)
     if is_torch(inputs[0]):
+        how = (inputs, cu_seqlens, options, with_state)
+        _check_on_meta(inputs[0], _kda.prepare_forward, *how)
         return _autograd.chunk_kda(call, key, inputs, cu_seqlens, options, with_state)
     arrays, cu = wrap(inputs), _arrays.wrap("cu_seqlens", cu_seqlens)
     o, final_state, _ = _kda.forward(_arrays, arrays, cu, options, with_state)
     return _arrays.hand_over(o, arrays[0]), _arrays.hand_over(final_state, arrays[0])
-
-
-def _ends(cu_seqlens: Any, cu_seqlens_cpu: Any, T: int) -> list[int]:
-    """The values of cu_seqlens; those of a tensor on a GPU come from cu_seqlens_cpu if it is there,
-    which then must be possible at least. Where cu_seqlens can be read for nothing both must agree.
-    """
-    if cu_seqlens_cpu is None:
-        return cu_seqlens.tolist()
-    check_tensors({"cu_seqlens_cpu": cu_seqlens_cpu})
-    if tuple(cu_seqlens_cpu.shape) != tuple(cu_seqlens.shape):
-        raise ArgumentError(
-            f"cu_seqlens_cpu: found shape {list(cu_seqlens_cpu.shape)}, expected that of "
-            f"cu_seqlens, {list(cu_seqlens.shape)}"
-        )
-    ends = cu_seqlens_cpu.tolist()
-    if ends[0] != 0 or ends[-1] > T or ends != sorted(ends):
-        raise ArgumentError(
-            f"cu_seqlens_cpu: found {ends}, expected 0 first, then ends that do not decrease, at "
-            f"most T = {T}"
-        )
-    on_host = (
-        cu_seqlens.is_cpu
-        if is_torch(cu_seqlens)
-        else _arrays.Array("cu_seqlens", cu_seqlens).device[0] == _problem.CPU
-    )
-    if on_host and ends != cu_seqlens.tolist():
-        raise ArgumentError(
-            f"cu_seqlens_cpu: found {ends}, expected the values of cu_seqlens, "
-            f"{cu_seqlens.tolist()}"
-        )
-    return ends
-
-
-def _chunks_in(ends: list[int], chunk_size: int) -> int:
-    return sum(
-        (end - begin + chunk_size - 1) // chunk_size for begin, end in zip(ends, ends[1:])
-    )
 
 
 def _chunk_with_states(
@@ -291,11 +291,20 @@ def _chunk_with_states(
 ) -> tuple[Any, Any, Any]:
     ends = None
     if cu_seqlens is not None:
-        ends = _ends(cu_seqlens, cu_seqlens_cpu, inputs[0].shape[1])
+        if is_torch(inputs[0]) and (_autograd.is_watched() or cu_seqlens.is_meta):
+            raise ArgumentError(
+                "cu_seqlens: found with return_intermediate_states while the call is traced or "
+                "transformed, or on meta; expected none, since there are as many states as its "
+                "values say. Leave either out, or call eagerly"
+            )
+        of_torch = is_torch(inputs[0])
+        ends = _lengths.ends_of(cu_seqlens, cu_seqlens_cpu, of_torch, inputs[0].shape[1])
     if is_torch(inputs[0]):
-        o, final_state, h = _kda.forward(
-            _torch_frame, inputs, cu_seqlens, options, with_state, with_h=True
-        )
+        inputs = _torch_frame.laid_out(inputs, _torch_frame.scattered(inputs))
+        outputs = ("o", "final_state", "h") if with_state else ("o", "h")
+        given = dict(_kda.taking_part(inputs, cu_seqlens, options))
+        o, *states, h = torch_operation("chunk_fwd", outputs, options, given)
+        final_state = states[0] if states else None
     else:
         arrays, cu = wrap(inputs), _arrays.wrap("cu_seqlens", cu_seqlens)
         results = _kda.forward(_arrays, arrays, cu, options, with_state, with_h=True)
@@ -303,7 +312,7 @@ def _chunk_with_states(
     B = o.shape[0]
     if ends is not None:
         # Rows past the last chunk are there only because the plan does not know how many there are.
-        h = h[: _chunks_in(ends, options.chunk_size)]
+        h = h[: _lengths.chunks_in(ends, options.chunk_size)]
     h = h.reshape(B, h.shape[0] // B, *h.shape[1:])
     return o, final_state, h.swapaxes(-1, -2) if options.state_v_first else h
 
@@ -313,14 +322,14 @@ def chunk_backward(
 ) -> dict[str, Any]:
     """The gradients of chunk_kda by name."""
     call["return_intermediate_states"] = False  # of the forward alone
-    inputs, options = chunk_problem(call)
+    call, inputs, options = chunk_problem(call)
     check_tensors({"q": call["q"], "do": do, "dfinal_state": dfinal_state}, ("do",))
-    needs = tuple(name in wanted for name in _kda.GRADIENTS)
+    needs = tuple(n in wanted and x is not None for n, x in zip(_kda.GRADIENTS, inputs))
     cu_seqlens = call["cu_seqlens"]
     if is_torch(inputs[0]):
-        gradients = _kda.backward(
-            _torch_frame, do, dfinal_state, inputs, cu_seqlens, options, needs
-        )
+        how = (do, dfinal_state, inputs, cu_seqlens, options, needs)
+        _check_on_meta(do, _kda.prepare_backward, *how)
+        gradients = _autograd.chunk_backward(*how)
     else:
         arrays, cu = wrap(inputs), _arrays.wrap("cu_seqlens", cu_seqlens)
         do, dfinal_state = _arrays.wrap("do", do), _arrays.wrap("dfinal_state", dfinal_state)
@@ -331,6 +340,18 @@ def chunk_backward(
     return {name: x for name, x in zip(_kda.GRADIENTS, gradients) if x is not None}
 
 
+def _check_states_in_place(states: Any, indices: Any) -> None:
+    if states is None:
+        raise ArgumentError(
+            "initial_state: absent, expected the states that are updated in place"
+        )
+    if not is_tracing():
+        frame = _torch_frame if is_torch(states) else _arrays
+        frame.check_writable("initial_state", states)
+    if indices is not None and states.shape[0] == 0:
+        raise ArgumentError("initial_state: found a pool of 0 states, expected one at least")
+
+
 def recurrent(call: dict[str, Any]) -> tuple[Any, Any]:
     """fused_recurrent_kda."""
     result = key = None
@@ -338,24 +359,21 @@ def recurrent(call: dict[str, Any]) -> tuple[Any, Any]:
         result, key = _autograd.recurrent_seen(call)
         if result is not None:
             return result
+    call = _checks.natively(call)
     check_tensors(_tensors_in(call))
     options = _options(call, RECURRENT_DEFAULTS)
     states, indices = call["initial_state"], call["state_indices"]
     accepted, cu_seqlens = call["num_accepted"], call["cu_seqlens"]
-    in_place = bool(call["in_place"]) or indices is not None or accepted is not None
-    if in_place and states is None:
-        raise ArgumentError(
-            "initial_state: absent, expected the states that are updated in place"
-        )
+    in_place = call["in_place"] or indices is not None or accepted is not None
     inputs = _inputs(call, options, None if indices is not None else states)
-    with_state = bool(call["output_final_state"])
-    if is_torch(inputs[0]):
-        return _autograd.recurrent_kda(
-            call, key, inputs, cu_seqlens, options, with_state, indices, accepted, in_place
-        )
-    arrays, cu = wrap(inputs), _arrays.wrap("cu_seqlens", cu_seqlens)
     if in_place:
-        _arrays.check_writable("initial_state", states)
+        _check_states_in_place(states, indices)
+    with_state = call["output_final_state"]
+    if is_torch(inputs[0]):
+        more = (options, with_state, indices, accepted, in_place)
+        _check_on_meta(inputs[0], _kda.prepare_recurrent, inputs, cu_seqlens, *more)
+        return _autograd.recurrent_kda(call, key, inputs, cu_seqlens, *more)
+    arrays, cu = wrap(inputs), _arrays.wrap("cu_seqlens", cu_seqlens)
     indices = _arrays.wrap("state_indices", indices)
     accepted = _arrays.wrap("num_accepted", accepted)
     o, final_state = _kda.recurrent(

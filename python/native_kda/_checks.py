@@ -5,6 +5,7 @@ Only shapes and dtypes are looked at, so that the same checks serve torch, NumPy
 
 from __future__ import annotations
 
+import operator
 import warnings
 from typing import Any
 
@@ -19,27 +20,101 @@ from ._problem import (
 )
 
 SAFE_LOWER_BOUND = -5.0
+MOST = 2**46  # entries of a dimension, as the library has it
+_FLAGS = (
+    "output_final_state",
+    "use_qk_l2norm_in_kernel",
+    "use_gate_in_kernel",
+    "use_beta_sigmoid_in_kernel",
+    "allow_neg_eigval",
+    "safe_gate",
+    "disable_recompute",
+    "return_intermediate_states",
+    "state_v_first",
+    "transpose_state_layout",
+    "in_place",
+)
+_NUMBERS = ("scale", "lower_bound")
+
+
+def shown(value: Any) -> str:
+    """What was found, for a message: one short line, whatever it is."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # an int of thousands of digits has none
+        text = f"an object of type {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+# What an argument is asked for may fail as its type likes: with more than one element, without
+# memory, too large. All of it means that the argument is none of what is expected. Numbers of
+# Python come first and are asked nothing: inside torch.compile they may be symbols.
+
+
+def flag(name: str, value: Any) -> bool:
+    """Whatever counts as one: None, a number, a tensor of one element; no word, as "False"."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return bool(value)
+    try:
+        if hasattr(value, "__bool__"):
+            return bool(value)
+    except Exception:
+        pass
+    raise ArgumentError(f"{name}: found {shown(value)}, expected True or False")
 
 
 def number(name: str, value: Any) -> float:
     """Whatever counts as one: of Python, NumPy, or a tensor of one element."""
+    if not isinstance(value, (int, float)) and getattr(value, "requires_grad", False):
+        raise ArgumentError(
+            f"{name}: found a tensor that requires grad, expected a number: no gradient of it is "
+            f"computed; float({name}) makes one"
+        )
     try:
         if not isinstance(value, (str, bytes)):
             return float(value)
-    except (TypeError, ValueError, RuntimeError):
+    except Exception:
         pass
-    raise ArgumentError(f"{name}: found {value!r}, expected a number")
+    raise ArgumentError(f"{name}: found {shown(value)}, expected a number")
+
+
+def extent(name: str, value: Any) -> int:
+    """Of a tensor; no bool."""
+    try:
+        found = operator.index(value)
+        if 0 < found <= MOST and not isinstance(value, bool):
+            return found
+    except Exception:
+        pass
+    raise ArgumentError(f"{name}: found {shown(value)}, expected a whole number from 1 to {MOST}")
 
 
 def rows_of_a_chunk(chunk_size: Any) -> int:
     found = chunk_size
-    if not isinstance(found, int) and hasattr(found, "__index__"):  # of NumPy, say
-        found = int(found)
-    if not isinstance(found, int) or found not in (32, 64):
-        raise ArgumentError(
-            f"chunk_size: found {chunk_size!r}, `chunk_size` must be either 32 or 64"
-        )
-    return found
+    if not isinstance(found, int):  # of NumPy, say
+        try:
+            found = operator.index(found)
+        except Exception:
+            found = 0
+    if found in (32, 64):
+        return found
+    raise ArgumentError(
+        f"chunk_size: found {shown(chunk_size)}, `chunk_size` must be either 32 or 64"
+    )
+
+
+def natively(call: dict[str, Any]) -> dict[str, Any]:
+    """The call with its options as values of Python; tensors stay as they are."""
+    values = dict(call)
+    for name in _FLAGS:
+        if name in values:
+            values[name] = flag(name, values[name])
+    for name in _NUMBERS:
+        if values.get(name) is not None:
+            values[name] = number(name, values[name])
+    if "chunk_size" in values:
+        values["chunk_size"] = rows_of_a_chunk(values["chunk_size"])
+    return values
 
 
 def check_rank(name: str, tensor: Any, rank: int) -> None:
@@ -49,7 +124,7 @@ def check_rank(name: str, tensor: Any, rank: int) -> None:
         )
 
 
-def take_state_layout(state_v_first: bool, kwargs: dict[str, Any]) -> bool:
+def take_state_layout(state_v_first: bool, kwargs: dict[str, bool]) -> bool:
     """The older name of state_v_first."""
     if "transpose_state_layout" not in kwargs:
         return state_v_first
@@ -62,18 +137,18 @@ def take_state_layout(state_v_first: bool, kwargs: dict[str, Any]) -> bool:
         DeprecationWarning,
         stacklevel=4,
     )
-    return bool(kwargs.pop("transpose_state_layout"))
+    return kwargs.pop("transpose_state_layout")
 
 
 def refuse_unknown(kwargs: dict[str, Any]) -> None:
     """An argument that nothing here knows may change the result: it is named, not dropped."""
     for name, value in kwargs.items():
         if value is not None and value is not False:
-            raise UnsupportedError(f"argument {name}={value!r} is not known")
+            raise UnsupportedError(f"argument {name}={shown(value)} is not known")
 
 
-def gate_of(use_gate_in_kernel: bool, lower_bound: float | None, A_log: Any) -> tuple[int, float]:
-    if not use_gate_in_kernel:
+def gate_of(use_gate_in_kernel: Any, lower_bound: Any, A_log: Any) -> tuple[int, float]:
+    if not flag("use_gate_in_kernel", use_gate_in_kernel):
         return GATE_NONE, 0.0
     if lower_bound is not None:
         return GATE_LOWER_BOUND, number("lower_bound", lower_bound)
@@ -99,33 +174,22 @@ def check_safe_gate(safe_gate: bool, use_gate_in_kernel: bool, lower_bound: floa
         )
 
 
-def options_of(
-    *,
-    scale: float | None,
-    use_qk_l2norm_in_kernel: bool,
-    use_gate_in_kernel: bool,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
-    lower_bound: float | None,
-    state_v_first: bool,
-    A_log: Any,
-    chunk_size: int = 64,
-) -> Options:
-    rows = rows_of_a_chunk(chunk_size)
-    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+def options_of(call: dict[str, Any], state_v_first: bool) -> Options:
+    """Of a call that natively() returned."""
+    if call["allow_neg_eigval"] and not call["use_beta_sigmoid_in_kernel"]:
         raise ArgumentError(
             "allow_neg_eigval: found True, requires use_beta_sigmoid_in_kernel=True"
         )
-    gate, bound = gate_of(use_gate_in_kernel, lower_bound, A_log)
+    gate, bound = gate_of(call["use_gate_in_kernel"], call["lower_bound"], call["A_log"])
     return Options(
         gate,
         bound,
-        None if scale is None else number("scale", scale),
-        bool(use_qk_l2norm_in_kernel),
-        bool(use_beta_sigmoid_in_kernel),
-        bool(allow_neg_eigval),
-        bool(state_v_first),
-        rows,
+        call["scale"],
+        call["use_qk_l2norm_in_kernel"],
+        call["use_beta_sigmoid_in_kernel"],
+        call["allow_neg_eigval"],
+        state_v_first,
+        call.get("chunk_size", 64),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import _checks, _kda, _torch
+from . import _checks, _derivatives, _kda, _operations, _problem, _torch
 from ._problem import Options
 
 _INPUTS = (
@@ -39,7 +39,7 @@ torch.library.define(
 )
 torch.library.define(
     "native_kda::chunk_kda_backward",
-    f"(Tensor do, Tensor? dfinal_state, {_INPUTS}, {_OPTIONS}, bool[] needs) -> "
+    f"(Tensor do, Tensor? dfinal_state, {_INPUTS}, {_OPTIONS}, int[] needs) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=_TAGS,
 )
@@ -132,45 +132,61 @@ def _(q, k, v, g, beta, A_log, dt_bias, pool, cu_seqlens, state_indices, num_acc
     return q.new_empty(v.shape)
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.save_for_backward(*inputs[:9])
-    ctx.options = inputs[9:17]
-    ctx.output_final_state = inputs[17]
-    ctx.set_materialize_grads(False)
+def _define(operation: str) -> None:
+    """An operator of any operation, by its signature; `wanted` tells which outputs are. Those of
+    one output return it alone, as torch.library has it."""
+    inputs, outputs = _operations.inputs_of(operation), _operations.outputs_of(operation)
+    tensors = ", ".join(f"Tensor{'' if x.required else '?'} {x.name}" for x in inputs)
+    returns = ", ".join(["Tensor"] * len(outputs))
+    torch.library.define(
+        f"native_kda::{operation}",
+        f"({tensors}, {_OPTIONS}, int[] wanted) -> ({returns})",
+        tags=_TAGS,
+    )
+
+    def take(args: tuple) -> tuple[tuple[str, ...], Options, dict[str, Any]]:
+        given = {spec.name: x for spec, x in zip(inputs, args) if x is not None}
+        *options, wanted = args[len(inputs) :]
+        names = tuple(spec.name for spec, want in zip(outputs, wanted) if want)
+        return names, Options(*options), given
+
+    def give(names: tuple[str, ...], results: Any, like: torch.Tensor) -> Any:
+        named = dict(zip(names, results))
+        every = tuple(_or_empty(named.get(spec.name), like) for spec in outputs)
+        return every if len(every) > 1 else every[0]
+
+    @torch.library.impl(f"native_kda::{operation}", _DEVICES)
+    def _(*args):
+        names, options, given = take(args)
+        results = _operations.run(_torch, operation, names, options, given)
+        return give(names, results, next(iter(given.values())))
+
+    @torch.library.register_fake(f"native_kda::{operation}")
+    def _(*args):
+        names, options, given = take(args)
+        like = next(iter(given.values()))
+        _, rows = _operations.rows_of(_torch, operation, names, options, given)
+        return give(names, [like.new_empty(shape, dtype=t) for _, shape, t in rows], like)
 
 
-def chunk_kda_backward(
-    do: torch.Tensor, dfinal_state: Any, inputs: tuple, options: tuple, needs: tuple[bool, ...]
+_derivatives.register()
+_define("chunk_fwd")
+_derivatives.register_undifferentiable("chunk_fwd", "chunk_kda with return_intermediate_states")
+for _stage in _problem.OPERATIONS[3:]:
+    _define(_stage)
+    _derivatives.register_undifferentiable(_stage, f"stages.{_stage}")
+
+
+def run(
+    operation: str, outputs: tuple[str, ...], options: Options, given: dict[str, Any]
 ) -> tuple:
-    """The backward as an operator. `inputs` end with cu_seqlens; None where not needed."""
-    gradients = torch.ops.native_kda.chunk_kda_backward(
-        do, dfinal_state, *inputs, *options, list(needs)
-    )
-    return tuple(gradient if need else None for gradient, need in zip(gradients, needs))
-
-
-def _backward(ctx: Any, do: torch.Tensor | None, dfinal_state: torch.Tensor | None) -> tuple:
-    saved = ctx.saved_tensors
-    do = torch.zeros_like(saved[2]) if do is None else _torch.dense(do)
-    if dfinal_state is not None:
-        dfinal_state = _torch.dense(dfinal_state) if ctx.output_final_state else None
-    needs = ctx.needs_input_grad[:8]
-    gradients = chunk_kda_backward(do, dfinal_state, saved, ctx.options, needs)
-    return (*gradients, *(None,) * 10)
-
-
-torch.library.register_autograd(
-    "native_kda::chunk_kda", _backward, setup_context=_setup_context
-)
-
-
-def _no_second_derivative(ctx: Any, *gradients: Any) -> None:
-    raise RuntimeError(
-        "chunk_kda: trying to differentiate twice a function that is once differentiable"
-    )
-
-
-torch.library.register_autograd("native_kda::chunk_kda_backward", _no_second_derivative)
+    """Any operation as an operator; the outputs in the order of their names."""
+    names = [spec.name for spec in _operations.outputs_of(operation)]
+    inputs = [given.get(spec.name) for spec in _operations.inputs_of(operation)]
+    wanted = [int(name in outputs) for name in names]
+    results = getattr(torch.ops.native_kda, operation)(*inputs, *options, wanted)
+    named = dict(zip(names, results if len(names) > 1 else (results,)))
+    return tuple(named[name] for name in outputs)
 
 
 def chunk_kda(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from functools import lru_cache
@@ -198,6 +199,20 @@ def _model(tensors: list[tuple[str, Any]], shape: tuple, dtype: Any) -> int | No
     return None
 
 
+def _with_the_tensor(
+    error: ValueError, operation: int, tensors: list[tuple[str, Any]]
+) -> ValueError:
+    """The library may name a size that is out of range; callers know the shape of a tensor."""
+    size = re.match(r"size (\w+): ", str(error))
+    given = dict(tensors)
+    for spec in SPECS[operation] if size else ():
+        letters = spec.shape.strip("[]").replace("+1", "").split(",")
+        if spec.name in given and size[1] in letters:
+            found = f"{spec.name}: found shape {list(given[spec.name].shape)}"
+            return ArgumentError(f"{found}, expected {spec.shape} with {error}")
+    return error
+
+
 def prepare(
     frame: Frame,
     operation: int,
@@ -210,7 +225,10 @@ def prepare(
     layouts, device = frame.describe(tensors)
     # An empty shape: the one that the sizes give, contiguous.
     layouts += tuple((ID[name], frame.code(dtype), (), ()) for name, _, dtype in outputs)
-    plan = plan_of(operation, sizes, options, layouts, device)
+    try:
+        plan = plan_of(operation, sizes, options, layouts, device)
+    except ValueError as error:
+        raise _with_the_tensor(error, operation, tensors) from None
     models = tuple(_model(tensors, shape, dtype) for _, shape, dtype in outputs)
     about = (plan.implementation, plan.workspace_bytes, sizes, options, device)
     return Prepared(plan, *about, tuple(outputs), models)

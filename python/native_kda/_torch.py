@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from . import _native, _problem
 
@@ -37,6 +36,9 @@ def check(name: str, tensor: Any, first: str, leader: torch.Tensor) -> None:
             f"{name}: found {type(tensor).__name__}, expected a tensor of torch, as {first} is; "
             f"torch.as_tensor({name}, device={first}.device) makes one"
         )
+    if tensor.is_nested or tensor.is_quantized:
+        kind = "nested" if tensor.is_nested else "quantised"
+        raise _problem.ArgumentError(f"{name}: found a {kind} tensor, expected a plain one")
     if tensor.layout is not torch.strided:
         raise _problem.ArgumentError(
             f"{name}: found layout {tensor.layout}, expected a dense tensor with strides"
@@ -45,31 +47,40 @@ def check(name: str, tensor: Any, first: str, leader: torch.Tensor) -> None:
         raise _problem.elsewhere(name, tensor.device, first, leader.device)
     if tensor.device.type not in _PLACES:
         raise _problem.nowhere(name, tensor.device)
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
-        raise _problem.ArgumentError(
-            f"{name}: found a tangent of forward-mode differentiation (make_dual, torch.func.jvp), "
-            "for which there is no rule here; use backward() or torch.autograd.grad"
-        )
 
 
 def check_no_gradient_of_states() -> None:
-    if not torch.is_inference_mode_enabled():
+    # torch.compile cannot ask; there a gradient of h is an error when it is asked for.
+    if not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
         raise _problem.ArgumentError(
             "return_intermediate_states: found True outside torch.inference_mode(), where alone it "
             "is allowed: h has no gradient"
         )
 
 
+def check_writable(name: str, tensor: torch.Tensor) -> None:
+    """For tensors that are updated in place."""
+    if tensor.is_neg():
+        raise _problem.ArgumentError(
+            f"{name}: found the imaginary part of a conjugate, expected a tensor with its own "
+            "values, which can be updated in place; resolve_neg() makes one"
+        )
+
+
 def describe(rows: list[tuple[str, torch.Tensor]]) -> tuple[tuple, tuple[int, int]]:
-    layouts = []
     first, tensor = rows[0]
-    device, index = tensor.device, tensor.get_device()
-    if device.type not in _problem.DEVICE_TYPES:
-        raise _problem.nowhere(first, device)
+    if tensor.device.type not in _problem.DEVICE_TYPES:
+        raise _problem.nowhere(first, tensor.device)
+    return _layouts(rows), _device(tensor.get_device())
+
+
+def _layouts(rows: list[tuple[str, torch.Tensor]]) -> tuple[tuple, ...]:
+    layouts = []
+    first, device = rows[0][0], rows[0][1].device
     for name, tensor in rows:
         dtype = _DTYPES.get(tensor.dtype, 0)
         shape = tensor.shape
-        if not dtype or not shape:
+        if not dtype or not 1 <= len(shape) <= 4:
             raise _problem.not_a_tensor(name, tensor)
         if tensor.is_neg():  # memory holds the negative of what the tensor means
             raise _problem.ArgumentError(
@@ -79,7 +90,17 @@ def describe(rows: list[tuple[str, torch.Tensor]]) -> tuple[tuple, tuple[int, in
         if tensor.device != device:
             raise _problem.elsewhere(name, tensor.device, first, device)
         layouts.append((_ID[name], dtype, shape, tensor.stride()))
-    return tuple(layouts), _device(index)
+    return tuple(layouts)
+
+
+def check_address(name: str, tensor: torch.Tensor) -> None:
+    """What the library refuses at the run, for is_supported."""
+    address, size = tensor.data_ptr(), tensor.element_size()
+    if tensor.numel() and (address == 0 or address % size):
+        raise _problem.ArgumentError(
+            f"{name}: found its memory at {address:#x}, expected a multiple of {size}, the size of "
+            "an element, other than 0"
+        )
 
 
 code = _DTYPES.__getitem__
@@ -147,3 +168,14 @@ def run(plan: _native.Plan, tensors: tuple, workspace: int, size: int, stream: i
 
 def state_dtype(q: torch.Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+class OnMeta:
+    """As much of a frame as a plan needs: one for the CPU tells whether a call is well formed."""
+
+    code = staticmethod(code)
+    state_dtype = staticmethod(state_dtype)
+
+    @staticmethod
+    def describe(rows: list[tuple[str, torch.Tensor]]) -> tuple[tuple, tuple[int, int]]:
+        return _layouts(rows), _CPU

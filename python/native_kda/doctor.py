@@ -2,11 +2,13 @@
 
 usage: python -m native_kda.doctor [--json]
 
-Exit status 1 if a self-test fails.
+Exit status 1 if a self-test fails. What is broken, a package or a variable of the environment, is
+said in the report, whatever it raises.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import os
@@ -15,7 +17,7 @@ import sys
 from typing import Any
 
 import native_kda
-from native_kda import _native, _problem
+from native_kda import _log, _native, _problem
 
 _VARIABLES = (
     "KDA_IMPL",
@@ -25,18 +27,43 @@ _VARIABLES = (
     "NATIVE_KDA_LOG",
     "FLA_NATIVE_KDA",
 )
+_BROKEN: dict[str, str] = {}  # modules that are there and fail, and how
 _MODULES = ("torch", "fla", "transformers", "numpy", "cupy", "jax")
+
+
+def _said(error: Exception) -> str:
+    """An error as one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _versions() -> dict[str, str]:
     """Versions by module: names of distributions may depend on the CUDA version, as CuPy's do."""
-    distributions = importlib.metadata.packages_distributions()
-    return {
-        module: importlib.metadata.version(distributions[module][0])
-        if module in distributions
-        else "not installed"
-        for module in _MODULES
-    }
+    try:
+        distributions = importlib.metadata.packages_distributions()
+    except Exception as error:  # of one broken distribution among all
+        return {"unknown": _said(error)}
+    return {module: _version(module, distributions.get(module, [])) for module in _MODULES}
+
+
+def _version(module: str, distributions: list[str]) -> str:
+    if not distributions:
+        return "not installed"
+    try:
+        version = importlib.metadata.version(distributions[0])
+    except Exception as error:
+        return f"unknown ({_said(error)})"
+    broken = _BROKEN.get(module)
+    return f"{version}, cannot be imported ({broken})" if broken else version
+
+
+def _module(name: str) -> Any:
+    """The module, None if it is not there or fails."""
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        if not isinstance(error, ModuleNotFoundError) or error.name != name:
+            _BROKEN[name] = _said(error)
+        return None
 
 
 def _why_no_cuda() -> str:
@@ -46,29 +73,32 @@ def _why_no_cuda() -> str:
     layouts = tuple((_problem.ID[name], _problem.BF16, (), ()) for name in names)
     try:
         _problem.plan_of(0, sizes, _problem.Options(), layouts, (_problem.CUDA, 0))
-    except (native_kda.UnsupportedError, RuntimeError, ValueError) as error:
+    except Exception as error:
         return str(error)
     return ""
 
 
 def _halves(device: str) -> Any:
     """Of torch, or NumPy where it will do; None if there is neither."""
-    try:
-        import torch
-
+    torch, numpy = _module("torch"), _module("numpy")
+    if torch is not None:
         return torch.full((1, 1, 1, 4), 0.5, device=device)
-    except ImportError:
-        pass
-    try:
-        import numpy
-
-        return numpy.full((1, 1, 1, 4), 0.5, numpy.float32) if device == "cpu" else None
-    except ImportError:
-        return None
+    if numpy is not None and device == "cpu":
+        return numpy.full((1, 1, 1, 4), 0.5, numpy.float32)
+    return None
 
 
 def _self_test(device: str) -> str:
-    """One token by hand: with a zero state o = scale (q . k) beta v."""
+    try:
+        if _log.disabled():
+            return "skipped: NATIVE_KDA_DISABLE is set, no call runs here"
+        return _one_token(device)
+    except Exception as error:
+        return f"FAILED: {_said(error)}"
+
+
+def _one_token(device: str) -> str:
+    """By hand: with a zero state o = scale (q . k) beta v."""
     x = _halves(device)
     if x is None:
         return "skipped: neither torch nor numpy" if device == "cpu" else "skipped: no torch"
@@ -81,12 +111,14 @@ def _self_test(device: str) -> str:
 
 def report() -> dict[str, Any]:
     """Everything that the program prints."""
+    _module("torch")  # shares its CUDA context
     devices = {kind: _native.device_count(i) for i, kind in enumerate(_problem.DEVICE_TYPES)}
     families: dict[str, list[str]] = {}
     for row in native_kda.support_matrix():
         families.setdefault(row["device"], [])
         if row["family"] not in families[row["device"]]:
             families[row["device"]].append(row["family"])
+    tests = {kind: _self_test(kind) for kind in _problem.DEVICE_TYPES if devices[kind]}
     return {
         "native_kda": native_kda.__version__,
         "location": os.path.dirname(native_kda.__file__),
@@ -96,9 +128,7 @@ def report() -> dict[str, Any]:
         "devices": devices,
         "cuda": "usable" if devices["cuda"] else _why_no_cuda(),
         "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
-        "self-test": {
-            kind: _self_test(kind) for kind in _problem.DEVICE_TYPES if devices[kind]
-        },
+        "self-test": tests,
     }
 
 
@@ -116,10 +146,6 @@ def main(arguments: list[str]) -> int:
     if unknown:
         print(__doc__, file=sys.stderr)
         return 2
-    try:
-        import torch  # noqa: F401  # shares its CUDA context
-    except ImportError:
-        pass
     found = report()
     if "--json" in arguments:
         print(json.dumps(found, indent=2))

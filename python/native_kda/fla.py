@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from . import _calls, _log, stages, support
+from . import _calls, _checks, _log, stages, support
 from ._problem import UnsupportedError
 
 PRIORITY = 1  # FlashKDA has 3; lower is asked first
@@ -43,6 +43,11 @@ def _module(function: str) -> Any:
     modules = {"chunk_kda": "kda.chunk", SCAN: "common.chunk_delta_h"}
     name = modules.get(function, "kda.fused_recurrent")
     return importlib.import_module(f"fla.ops.{name}")
+
+
+def takes(q: Any) -> bool:
+    """Whether flash-linear-attention takes such a tensor."""
+    return _calls.is_torch(q)
 
 
 def original(function: str) -> Callable[..., Any]:
@@ -79,7 +84,7 @@ def _complete(function: str, given: dict[str, Any], defaults: dict[str, Any]) ->
         if name in defaults or name in _TENSORS or name == "transpose_state_layout":
             call[name] = value
         elif value is not _default(function, name) and value != _default(function, name):
-            raise UnsupportedError(f"argument {name}={value!r} is not known")
+            raise UnsupportedError(f"argument {name}={_checks.shown(value)} is not known")
     return call
 
 
@@ -295,7 +300,8 @@ def enable(stages: bool = False) -> dict[str, str]:
     """
     global _enabled
     _calls.load_torch()
-    functions = ("chunk_kda", "fused_recurrent_kda_fwd") + ((SCAN,) if stages else ())
+    scan = (SCAN,) if _checks.flag("stages", stages) else ()
+    functions = ("chunk_kda", "fused_recurrent_kda_fwd", *scan)
     for function in functions:
         _signatures[function] = inspect.signature(
             _replaced.get(function) or getattr(_module(function), function)

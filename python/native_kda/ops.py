@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import _calls, _kda, _log
+from . import _calls, _checks, _kda, _log
 from ._problem import ArgumentError, UnsupportedError
 
 _BACKENDS = ("auto", "cuda", "cpu", "fla")
 
 
-def check_backend(backend: str, q: Any) -> None:
-    if backend not in _BACKENDS:
-        raise ArgumentError(f"backend: found {backend!r}, expected one of {', '.join(_BACKENDS)}")
+def check_backend(backend: Any, q: Any) -> None:
+    if not isinstance(backend, str) or backend not in _BACKENDS:
+        raise ArgumentError(
+            f"backend: found {_checks.shown(backend)}, expected one of {', '.join(_BACKENDS)}"
+        )
     if backend in ("cuda", "cpu"):
         kind = _calls.device_type(q)
         if backend != kind:
@@ -39,6 +41,11 @@ def _to_fla(function: str, reason: str, call: dict[str, Any], defaults: dict[str
     """The call as flash-linear-attention does it; `reason` says why, once in the log."""
     from . import fla
 
+    if not fla.takes(call["q"]):
+        raise UnsupportedError(
+            f"{function}: {reason}; flash-linear-attention takes tensors of torch alone, found q "
+            f"of type {type(call['q']).__name__}"
+        )
     try:
         original = fla.original(function)
     except ImportError as missing:
@@ -60,8 +67,7 @@ def _dispatch(
     backend: str,
 ) -> Any:
     """Native, or flash-linear-attention where the caller or the environment says so."""
-    if backend != "auto":
-        check_backend(backend, call["q"])
+    check_backend(backend, call["q"])
     reason = why_fla(backend)
     if reason:
         return _to_fla(function, reason, call, defaults)
@@ -106,7 +112,9 @@ def chunk_kda(
     backend: str = "auto",
     **kwargs: Any,
 ) -> tuple[Any, ...]:
-    """Kimi Delta Attention over whole sequences; differentiable for torch tensors.
+    """Kimi Delta Attention over whole sequences; differentiable for torch tensors, once, by
+    backward() and torch.autograd.grad. Where a program is traced (torch.compile, torch.export,
+    make_fx, torch.jit.trace) it is the operator torch.ops.native_kda.chunk_kda.
 
     Args:
         q, k: [B, T, H, K]; one dtype with v.
@@ -127,7 +135,7 @@ def chunk_kda(
             torch.compile and wherever no gradient is asked for.
         use_graph, max_num_seqs: accepted, of no effect: every call can be captured in a CUDA graph.
         return_intermediate_states: also returns the state entering each chunk, [B, NT, HV, K, V].
-            Only inside torch.inference_mode, or with arrays.
+            Only inside torch.inference_mode, or with arrays; not traced with cu_seqlens.
         cu_seqlens: [N+1], int64 or int32: B is 1 and holds N sequences one after another.
             cu_seqlens_cpu: the same on the host; only return_intermediate_states uses it.
         chunk_size: 64 or 32.
@@ -139,7 +147,7 @@ def chunk_kda(
         (o, final_state), or (o, final_state, h). o: [B, T, HV, V] in the dtype of q. final_state:
         fp32 in the layout of initial_state, or None.
     """
-    if backend == "auto" and not kwargs:
+    if isinstance(backend, str) and backend == "auto" and not kwargs:
         tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
         options = (
             scale,
@@ -202,20 +210,32 @@ def chunk_kda_backward(
     wanted: tuple[str, ...] = _kda.GRADIENTS,
     **options: Any,
 ) -> dict[str, Any]:
-    """The gradients of chunk_kda, for arrays that have no automatic differentiation.
+    """The gradients of chunk_kda, for arrays that have no automatic differentiation. They are not
+    differentiable: of torch tensors that require grad they require grad, and backward() raises.
 
     Args:
         do: gradient of o. dfinal_state: gradient of final_state; None counts as zero.
         wanted: names of the gradients to compute, of dq, dk, dv, dg, dbeta, dA_log, ddt_bias and
             dinitial_state. Those whose input is absent are left out.
-        options: as chunk_kda, the same as in the forward.
+        options: as chunk_kda, the same as in the forward; flash-linear-attention is not turned to.
 
     Returns:
         The gradients by name, each with dtype and shape of its input.
     """
-    unknown = set(wanted) - set(_kda.GRADIENTS)
-    if unknown:
-        raise ArgumentError(f"wanted: found {sorted(unknown)}, expected {_kda.GRADIENTS}")
+    backend = options.pop("backend", "auto")
+    check_backend(backend, q)
+    if backend == "fla":
+        raise UnsupportedError(
+            "chunk_kda_backward: backend='fla', and flash-linear-attention has no such function"
+        )
+    _calls.check_enabled("chunk_kda_backward")
+    if not isinstance(wanted, (tuple, list, set, frozenset)) or any(
+        not isinstance(name, str) or name not in _kda.GRADIENTS for name in wanted
+    ):
+        raise ArgumentError(
+            f"wanted: found {_checks.shown(wanted)}, expected names out of "
+            f"{', '.join(_kda.GRADIENTS)}"
+        )
     call = {**_calls.CHUNK_DEFAULTS, "q": q, "k": k, "v": v, "g": g, "beta": beta, **options}
     return _calls.chunk_backward(do, dfinal_state, call, tuple(wanted))
 
@@ -245,7 +265,8 @@ def fused_recurrent_kda(
     backend: str = "auto",
     **kwargs: Any,
 ) -> tuple[Any, Any]:
-    """Kimi Delta Attention token by token, for decoding. No gradients.
+    """Kimi Delta Attention token by token, for decoding. No gradients: that an input requires grad
+    is logged once, and differentiating by torch.func is an error.
 
     The arguments are those of chunk_kda, and besides:
         state_indices: [N], int32. initial_state is then a pool of states [P, HV, K, V], which is
@@ -257,7 +278,7 @@ def fused_recurrent_kda(
     Returns:
         (o, final_state). final_state is the tensor initial_state where that is updated in place.
     """
-    if backend == "auto" and not kwargs:
+    if isinstance(backend, str) and backend == "auto" and not kwargs:
         tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
         options = (
             scale,

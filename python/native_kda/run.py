@@ -20,7 +20,13 @@ def main(arguments: list[str]) -> int:
         return 2
     import native_kda
 
-    native_kda.fla.enable()
+    try:
+        native_kda.fla.enable()
+    except (ImportError, ValueError) as error:  # no fla, or a variable of the environment
+        missing = isinstance(error, ImportError)
+        reason = "flash-linear-attention cannot be imported: " if missing else ""
+        print(f"native_kda.run: {reason}{error}", file=sys.stderr)
+        return 1
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)

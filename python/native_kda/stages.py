@@ -1,93 +1,38 @@
 """The stages of chunk_kda on their own, for torch tensors and for arrays.
 
 Forward: gate_cumsum, intra, wu, state_scan, output. Backward, after the forward's first four:
-reverse_scan, wy_bwd, intra_bwd. They take normalised q and k and activated beta, and have no
-gradients of their own. Tensors are named as in docs/semantics.md; gamma is the log2 decay summed
-within the chunk, h and dh have one row a chunk.
+reverse_scan, wy_bwd, intra_bwd. They take normalised q and k and activated beta. Tensors are named
+as in docs/semantics.md; gamma is the log2 decay summed within the chunk, h and dh have one row a
+chunk.
+
+They have no derivatives: of torch tensors that require grad they give results that do, whose
+backward() raises. Each is an operator, torch.ops.native_kda.*, to whatever traces a program.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from . import _arrays, _calls, _checks, _problem
-from ._problem import SPECS, ArgumentError, Options, Sizes
-
-_IN_FP32 = ("final_state", "dinitial_state", "dg", "dbeta")
+from . import _arrays, _calls, _checks, _operations, _problem
+from ._problem import Options
 
 
-def _letters(shape: str) -> list[str]:
-    return shape.strip("[]").split(",")
-
-
-def _bind(specs: tuple, tensors: dict[str, Any]) -> dict[str, int]:
-    """What each letter of the shapes stands for, by the tensors at hand."""
-    extents: dict[str, int] = {}
-    for spec in specs:
-        tensor = tensors.get(spec.name)
-        if tensor is None or spec.shape.startswith(("[S", "[NC")):
-            continue
-        letters = _letters(spec.shape)
-        if len(letters) == len(tensor.shape):
-            for letter, extent in zip(letters, tensor.shape):
-                extents.setdefault(letter, extent)
-        elif spec.shape != "[HV,K]":  # a flat dt_bias
-            raise ArgumentError(
-                f"{spec.name}: found shape {list(tensor.shape)}, expected {spec.shape}"
-            )
-    return extents
-
-
-def _sizes(extents: dict[str, int]) -> Sizes:
-    HV = extents["HV"]
-    return Sizes(
-        extents["B"],
-        extents["T"],
-        extents.get("H", HV),
-        HV,
-        extents["K"],
-        extents.get("V", 1),
-        extents.get("N+1", 1) - 1,
-    )
-
-
-def _shape(spec: Any, sizes: Sizes, options: Options, packed: bool) -> tuple[int, ...]:
-    if spec.shape.startswith("[S"):
-        return _checks.state_shape(sizes, options, packed)
-    rows = _checks.chunk_rows(sizes, options, packed)
-    extents = {**sizes._asdict(), "C": options.chunk_size, "NC": rows}
-    return tuple(extents[letter] for letter in _letters(spec.shape))
+def _options(**options: Any) -> Options:
+    return Options(**_checks.natively(options))
 
 
 def _run(operation: str, outputs: tuple[str, ...], options: Options, **tensors: Any) -> tuple:
     """Runs a stage; the outputs in the order of their names."""
-    number = _problem.OPERATIONS.index(operation)
-    specs = SPECS[number]
-    required = tuple(spec.name for spec in specs if spec.required)
-    _calls.check_tensors(tensors, required)
-    options = options._replace(
-        scale=None if options.scale is None else _checks.number("scale", options.scale),
-        chunk_size=_checks.rows_of_a_chunk(options.chunk_size),
-    )
-    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    first = next(iter(given.values()))
-    torch_route = _calls.is_torch(first)
-    frame = _calls.torch_frame() if torch_route else _arrays
-    if not torch_route:
-        given = {name: _arrays.Array(name, array) for name, array in given.items()}
-        first = next(iter(given.values()))
-    sizes = _sizes(_bind(specs, given))
-    rows = []
-    for name in outputs:
-        spec = next(row for row in specs if row.name == name)
-        accurate = name in _IN_FP32 or spec.dtypes.startswith("fp32")
-        dtype = frame.state_dtype(first) if accurate else first.dtype
-        rows.append((name, _shape(spec, sizes, options, "cu_seqlens" in given), dtype))
-    prepared = _problem.prepare(frame, number, sizes, options, list(given.items()), rows)
-    results = _problem.execute(frame, prepared, tuple(given.values()))
-    if torch_route:
-        return tuple(results)
-    return tuple(_arrays.hand_over(result, first) for result in results)
+    _calls.check_enabled(f"stages.{operation}")
+    specs = _operations.inputs_of(operation)
+    _calls.check_tensors(tensors, tuple(spec.name for spec in specs if spec.required))
+    given = {x.name: tensors[x.name] for x in specs if tensors.get(x.name) is not None}
+    if _calls.is_torch(next(iter(given.values()))):
+        return _calls.torch_operation(operation, outputs, options, given)
+    arrays = {name: _arrays.Array(name, array) for name, array in given.items()}
+    leader = next(iter(arrays.values()))
+    results = _operations.run(_arrays, operation, outputs, options, arrays)
+    return tuple(_arrays.hand_over(result, leader) for result in results)
 
 
 def gate_cumsum(
@@ -102,7 +47,7 @@ def gate_cumsum(
 ) -> Any:
     """gamma [B,T,HV,K] in fp32: the decay, activated as chunk_kda does, summed within chunks."""
     gate, bound = _checks.gate_of(use_gate_in_kernel, lower_bound, A_log)
-    options = Options(gate=gate, lower_bound=bound, chunk_size=chunk_size)
+    options = _options(gate=gate, lower_bound=bound, chunk_size=chunk_size)
     if gate == _problem.GATE_NONE:
         A_log = dt_bias = None
     tensors = dict(g=g, A_log=A_log, dt_bias=dt_bias, cu_seqlens=cu_seqlens)
@@ -120,7 +65,7 @@ def intra(
     chunk_size: int = 64,
 ) -> tuple[Any, Any]:
     """Aqk and A, [B,T,HV,C]: the scaled causal scores and the inverse of I + L."""
-    options = Options(scale=scale, chunk_size=chunk_size)
+    options = _options(scale=scale, chunk_size=chunk_size)
     tensors = dict(q=q, k=k, beta=beta, gamma=gamma, cu_seqlens=cu_seqlens)
     return _run("intra", ("Aqk", "A"), options, **tensors)
 
@@ -139,7 +84,7 @@ def wu(
     """w, u and kg, and with q also qg."""
     outputs = ("w", "u", "kg") if q is None else ("w", "u", "kg", "qg")
     tensors = dict(k=k, q=q, v=v, beta=beta, gamma=gamma, A=A, cu_seqlens=cu_seqlens)
-    return _run("wu", outputs, Options(chunk_size=chunk_size), **tensors)
+    return _run("wu", outputs, _options(chunk_size=chunk_size), **tensors)
 
 
 def state_scan(
@@ -156,10 +101,11 @@ def state_scan(
     chunk_size: int = 64,
 ) -> tuple[Any, ...]:
     """h, v_new and final_state (None unless asked for); with do also dq_raw = do h^T in fp32."""
+    output_final_state = _checks.flag("output_final_state", output_final_state)
     outputs = ["h", "v_new"]
     outputs += ["final_state"] if output_final_state else []
     outputs += ["dq_raw"] if do is not None else []
-    options = Options(state_v_first=state_v_first, chunk_size=chunk_size)
+    options = _options(state_v_first=state_v_first, chunk_size=chunk_size)
     tensors = dict(
         kg=kg, w=w, u=u, gamma=gamma, initial_state=initial_state, do=do, cu_seqlens=cu_seqlens
     )
@@ -180,7 +126,7 @@ def output(
 ) -> Any:
     """o [B,T,HV,V]."""
     tensors = dict(q=q, gamma=gamma, Aqk=Aqk, h=h, v_new=v_new, cu_seqlens=cu_seqlens)
-    options = Options(scale=scale, chunk_size=chunk_size)
+    options = _options(scale=scale, chunk_size=chunk_size)
     return _run("output", ("o",), options, **tensors)[0]
 
 
@@ -199,7 +145,7 @@ def reverse_scan(
     chunk_size: int = 64,
 ) -> tuple[Any, Any, Any]:
     """dh, dv_new and dinitial_state."""
-    options = Options(scale=scale, state_v_first=state_v_first, chunk_size=chunk_size)
+    options = _options(scale=scale, state_v_first=state_v_first, chunk_size=chunk_size)
     tensors = dict(qg=qg, kg=kg, w=w, gamma=gamma, Aqk=Aqk, do=do)
     tensors.update(dfinal_state=dfinal_state, cu_seqlens=cu_seqlens)
     return _run("reverse_scan", ("dh", "dv_new", "dinitial_state"), options, **tensors)
@@ -224,7 +170,7 @@ def wy_bwd(
 ) -> dict[str, Any]:
     """dv, the partial gradients of q, k, g and beta, and those of the score matrices, by name."""
     outputs = ("dv", "dq_partial", "dk_partial", "dg_partial", "dbeta_partial", "dP", "dL")
-    options = Options(scale=scale, chunk_size=chunk_size)
+    options = _options(scale=scale, chunk_size=chunk_size)
     tensors = dict(q=q, k=k, v=v, beta=beta, gamma=gamma, A=A, v_new=v_new, h=h, dh=dh)
     tensors.update(dv_new=dv_new, do=do, cu_seqlens=cu_seqlens)
     return dict(zip(outputs, _run("wy_bwd", outputs, options, **tensors)))
@@ -250,5 +196,5 @@ def intra_bwd(
     tensors = dict(q=q, k=k, beta=beta, gamma=gamma, dP=dP, dL=dL, cu_seqlens=cu_seqlens)
     tensors.update(dq_partial=dq_partial, dk_partial=dk_partial)
     tensors.update(dg_partial=dg_partial, dbeta_partial=dbeta_partial)
-    options = Options(scale=scale, chunk_size=chunk_size)
+    options = _options(scale=scale, chunk_size=chunk_size)
     return _run("intra_bwd", ("dq", "dk", "dg", "dbeta"), options, **tensors)

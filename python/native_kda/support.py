@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import _arrays, _calls, _kda, _native, _problem, ops
+from . import _arrays, _calls, _checks, _kda, _native, _problem, ops
 from ._problem import ArgumentError, UnsupportedError
 
 _FLOATS = ("bfloat16", "float16", "float32", "float64")  # as torch calls them
@@ -37,8 +37,8 @@ def is_supported(
     call = {**_calls.CHUNK_DEFAULTS, "q": q, "k": k, "v": v, "g": g, "beta": beta, **arguments}
     backend = call.pop("backend", "auto")
     try:
-        if backend != "auto":
-            ops.check_backend(backend, q)
+        ops.check_backend(backend, q)
+        backward = _checks.flag("backward", backward)
         reason = ops.why_fla(backend)
         if reason:
             return False, reason, ""
@@ -50,16 +50,29 @@ def is_supported(
 
 def plan(call: dict[str, Any], backward: bool = False) -> Any:
     """The plan of a call of chunk_kda; ValueError or UnsupportedError if there is none."""
-    inputs, options = _calls.chunk_problem(call)
-    cu_seqlens, with_state = call["cu_seqlens"], bool(call["output_final_state"])
-    frame: Any = _calls.torch_frame()
+    call, inputs, options = _calls.chunk_problem(call)
+    names, tensors = (*_kda.INPUTS, "cu_seqlens"), (*inputs, call["cu_seqlens"])
     if not _calls.is_torch(inputs[0]):
-        frame = _arrays
-        inputs, cu_seqlens = _calls.wrap(inputs), _arrays.wrap("cu_seqlens", cu_seqlens)
-    else:
-        inputs = frame.laid_out(inputs, frame.scattered(inputs))
+        return _plan(_arrays, tuple(map(_arrays.wrap, names, tensors)), call, options, backward)
+    frame = _calls.torch_frame()
+    tensors = frame.laid_out(tensors, frame.scattered(tensors))
+    if _calls.needs_operators(tensors):
+        # torch's dispatcher takes a sign out of memory before it calls an operator.
+        tensors = tuple(frame.empty_like(t) if t is not None and t.is_neg() else t for t in tensors)
+        return _plan(frame, tensors, call, options, backward)
+    found = _plan(frame, tensors, call, options, backward)
+    for name, tensor in zip(names, tensors):
+        if tensor is not None:
+            frame.check_address(name, tensor)
+    return found
+
+
+def _plan(
+    frame: Any, tensors: tuple, call: dict[str, Any], options: _problem.Options, backward: bool
+) -> Any:
+    *inputs, cu_seqlens = tensors
     if not backward:
-        how = (options, with_state, bool(call["return_intermediate_states"]))
+        how = (options, call["output_final_state"], call["return_intermediate_states"])
         return _kda.prepare_forward(frame, inputs, cu_seqlens, *how).plan
     # The gradient of o, for its dtype and shape.
     do = frame.empty(tuple(inputs[2].shape), inputs[0].dtype, inputs[0])
@@ -86,10 +99,21 @@ def warmup(
     `arguments` are those of chunk_kda."""
     import torch
 
-    name = str(dtype).removeprefix("torch.")
+    name = _checks.shown(dtype).strip("'").removeprefix("torch.")
     if name not in _FLOATS:
-        raise ArgumentError(f"dtype: found {dtype!r}, expected one of {', '.join(_FLOATS)}")
-    V, HV = V or K, HV or H
+        found = _checks.shown(dtype)
+        raise ArgumentError(f"dtype: found {found}, expected one of {', '.join(_FLOATS)}")
+    try:
+        torch.empty(0, device=device)
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise ArgumentError(
+            f"device: found {_checks.shown(device)}, expected one that torch can use ({reason})"
+        ) from error
+    V, HV = K if V is None else V, H if HV is None else HV
+    extents = dict(B=B, T=T, H=H, K=K, V=V, HV=HV)
+    B, T, H, K, V, HV = (_checks.extent(letter, x) for letter, x in extents.items())
+    backward = _checks.flag("backward", backward)
     io = dict(dtype=getattr(torch, name), device=device, requires_grad=backward)
     q, k = (torch.zeros(B, T, H, K, **io) for _ in range(2))
     v, g = torch.zeros(B, T, HV, V, **io), torch.zeros(B, T, HV, K, **io)

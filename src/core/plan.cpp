@@ -48,21 +48,24 @@ Request requested_implementation(const Options& options) {
   return {value != nullptr ? value : "", "environment variable KDA_IMPL"};
 }
 
+std::string_view without_spaces_around(std::string_view text) {
+  const std::size_t begin = std::min(text.find_first_not_of(" \t\r\n"), text.size());
+  return text.substr(begin, text.find_last_not_of(" \t\r\n") + 1 - begin);
+}
+
 /// The caller's limit, or that of the environment; 0: none.
 Result<std::size_t> requested_limit(const Options& options) {
   constexpr const char* kVariable = "KDA_WORKSPACE_LIMIT";
   const char* value = std::getenv(kVariable);
-  if (options.workspace_limit > 0 || value == nullptr || *value == '\0') {
-    return options.workspace_limit;
-  }
-  const std::string_view text = value;
+  const std::string_view text = without_spaces_around(value != nullptr ? value : "");
+  if (options.workspace_limit > 0 || text.empty()) return options.workspace_limit;
   std::size_t bytes = 0;
   const auto [stop, error] = std::from_chars(text.data(), text.data() + text.size(), bytes);
   if (error == std::errc{} && stop == text.data() + text.size()) return bytes;
   return Status(StatusCode::kInvalidArgument,
                 fmt::format("environment variable {}: found \"{}\", expected a number of bytes, or "
                             "0 for no limit",
-                            kVariable, shown(text)));
+                            kVariable, shown(value)));
 }
 
 bool names(const std::vector<std::string_view>& words, const Implementation& row) {

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <limits>
 #include <span>
 #include <string>
 #include <string_view>
@@ -80,6 +81,18 @@ Status check_sizes(const Problem& problem) {
   return {};
 }
 
+/// What is not in fp64 is computed in fp32: a number beyond its range would be infinite there.
+Status check_number(const Problem& problem, std::string_view name, double value,
+                    std::string_view expected) {
+  const bool in_fp64 =
+      std::any_of(problem.tensors.begin(), problem.tensors.end(),
+                  [](const TensorLayout& layout) { return layout.dtype == DType::kF64; });
+  constexpr double kLargest = std::numeric_limits<float>::max();
+  if (std::isfinite(value) && (in_fp64 || std::abs(value) <= kLargest)) return {};
+  return invalid("{}: found {}, expected {}{}", name, value, expected,
+                 std::isfinite(value) ? " in the range of fp32, since no tensor is fp64" : "");
+}
+
 Status check_gate(const Problem& problem) {
   const bool has_gate = problem.gate != Gate::kNone;
   switch (problem.gate) {
@@ -92,10 +105,12 @@ Status check_gate(const Problem& problem) {
                      static_cast<int32_t>(problem.gate));
   }
   if (problem.gate == Gate::kLowerBound) {
-    if (!std::isfinite(problem.lower_bound) || problem.lower_bound >= 0) {
-      return invalid("lower_bound: found {}, expected a finite number below 0",
-                     problem.lower_bound);
+    constexpr std::string_view kExpected = "a finite number below 0";
+    if (problem.lower_bound >= 0) {
+      return invalid("lower_bound: found {}, expected {}", problem.lower_bound, kExpected);
     }
+    Status status = check_number(problem, "lower_bound", problem.lower_bound, kExpected);
+    if (!status.ok()) return status;
   } else if (problem.lower_bound != 0) {
     return invalid("lower_bound: found {} with gate {}, expected it only with gate lower_bound",
                    problem.lower_bound, name_of(problem.gate));
@@ -124,8 +139,9 @@ Status check_options(const Problem& problem) {
   if (problem.chunk_size != 64 && problem.chunk_size != 32) {
     return invalid("chunk_size: found {}, expected 64 or 32", problem.chunk_size);
   }
-  if (problem.scale && !std::isfinite(*problem.scale)) {
-    return invalid("scale: found {}, expected a finite number", *problem.scale);
+  if (problem.scale) {
+    Status status = check_number(problem, "scale", *problem.scale, "a finite number");
+    if (!status.ok()) return status;
   }
   if (is_stage(problem.operation)) {
     if (problem.qk_l2norm || problem.beta_sigmoid) {

@@ -42,9 +42,15 @@ TEST(Sm90ChunkForward, LengthsAndPackedSequences) {
   // Enough heads that a block takes 128 columns of V.
   expect_right_forward(forward_spec({1, 40, 67, 67, 128, 128, 0, 0}));
   expect_right_forward(forward_spec({1, 40, 67, 67, 128, 128, 0, 0}, kF16));
-  for (const int64_t heads : {1, 67}) {
+  // Too many chunks for prep to take all at once: scan runs beside it.
+  expect_right_forward(forward_spec({1, 700, 32, 32, 128, 64, 0, 0}));
+  for (const int64_t heads : {1, 8, 67}) {
     CaseSpec spec = forward_spec({1, 210, heads, heads, 64, 128, 0, 0});
     spec.cu_seqlens = {0, 0, 1, 64, 64, 129, 197, 197};
+    if (heads == 8) {  // the same of packed sequences
+      spec.sizes.T = 2700;
+      spec.cu_seqlens = {0, 0, 1, 640, 640, 1300, 2690, 2690};
+    }
     spec.poison_tail = true;
     expect_right_forward(spec);
     spec.cu_dtype = DType::kI32;
@@ -227,9 +233,10 @@ TEST(Sm90ChunkForward, SpoiltChunksAmongPlainOnes) {
       const int64_t last = heads * 128 - 1;
       expect_columns_contained(spec, {{70, 0, nan, 170}, {130, last, infinity, 170}});
       expect_columns_contained(spec, {{31, 5, nan, 170}, {32, 70, nan, 170}, {165, 9, nan, 170}});
-      spec.cu_seqlens = {0, 0, 70, 162, 167};
+      spec.sizes.T = 340;
+      spec.cu_seqlens = {0, 0, 150, 332, 337};
       spec.poison_tail = true;
-      expect_columns_contained(spec, {{40, 3, nan, 70}, {140, 90, -infinity, 162}});
+      expect_columns_contained(spec, {{40, 3, nan, 150}, {280, 90, -infinity, 332}});
     }
   }
 }

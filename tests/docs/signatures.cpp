@@ -1,4 +1,4 @@
-// Prints the tensors of every operation as the tables of docs/api.md.
+// Prints the tensors of every operation as the tables of docs/tensors.md.
 #include <cstdio>
 
 #include <fmt/core.h>

@@ -1,6 +1,11 @@
 """Fixtures of the Python tests. They test the installed package, never the sources beside them."""
 
+import contextlib
+
 import pytest
+
+with contextlib.suppress(ImportError):
+    import torch  # first, so that its operators are there whichever test comes first
 
 import native_kda
 
@@ -8,6 +13,7 @@ import native_kda
 @pytest.fixture(autouse=True)
 def _counters(monkeypatch):
     monkeypatch.delenv("KDA_IMPL", raising=False)
+    monkeypatch.delenv("KDA_WORKSPACE_LIMIT", raising=False)
     monkeypatch.delenv("NATIVE_KDA_DISABLE", raising=False)
     native_kda.reset_hits()
 

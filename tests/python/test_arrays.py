@@ -211,8 +211,9 @@ def test_the_environment_limits_the_workspace(monkeypatch):
     monkeypatch.setenv("KDA_WORKSPACE_LIMIT", "1e9")
     with pytest.raises(ValueError, match="KDA_WORKSPACE_LIMIT: found .1e9."):
         native_kda.chunk_kda(**x)
-    monkeypatch.setenv("KDA_WORKSPACE_LIMIT", "1000000000")
-    native_kda.chunk_kda(**x)
+    for limit in ("1000000000", " 1000000000 ", " "):  # spaces do not count, in any variable
+        monkeypatch.setenv("KDA_WORKSPACE_LIMIT", limit)
+        native_kda.chunk_kda(**x)
 
 
 def test_a_named_backend_never_falls_back():

@@ -73,6 +73,20 @@ def test_second_signature():
         assert all(torch.equal(a, b) for a, b in zip(eager, traced))
 
 
+def test_options_that_are_symbols():
+    """Numbers that change become symbols of the trace: nothing that checks them breaks it."""
+    x = torch.randn(1, 70, 2, 16)
+    g, beta = -torch.rand(1, 70, 2, 16), torch.rand(1, 70, 2)
+
+    def call(x, scale, chunk_size, with_state):
+        return native_kda.chunk_kda(x, x, x, g, beta, scale=scale, chunk_size=chunk_size,
+                                    output_final_state=with_state)[0]
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    for options in ((0.3, 64, True), (0.4, 64, None), (0.5, 32, 1), (2, 32, 0), (None, 64, False)):
+        assert torch.equal(compiled(x, *options), call(x, *options)), options
+
+
 def test_packed_and_decode():
     x = inputs(30, B=1)
     x["initial_state"] = torch.randn(3, 4, 16, 8).requires_grad_()

@@ -69,6 +69,7 @@ def stand_in(monkeypatch, request):
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(native_kda._calls, "load_torch", lambda: None)
+    monkeypatch.setattr(native_kda.fla, "takes", lambda q: True)
     for name, value in (("_enabled", False), ("_signatures", {}), ("_replaced", {}),
                         ("_hits", Counter())):
         monkeypatch.setattr(native_kda.fla, name, value)

@@ -45,10 +45,39 @@ def test_no_tensor_at_all(kind, name, what, request):
 
 @pytest.mark.parametrize("name", ALL)
 def test_arrays_among_tensors(torch, name):
-    """The other package's; of q torch is told by the others only when they are read."""
-    x = tensors(torch)
-    if name != "q":
-        refused({**x, name: x[name].numpy()}, name, "found ndarray, expected a tensor of torch")
+    """No package beside another: the one of q counts."""
+    x, y = tensors(torch), arrays()
+    if name == "q":
+        refused({**x, "q": y["q"]}, "k", "found Tensor of torch, expected an array of numpy, as q")
+        return
+    refused({**x, name: y[name]}, name, "found ndarray, expected a tensor of torch, as q")
+    refused({**y, name: x[name]}, name, "found Tensor of torch, expected an array of numpy, as q")
+    with pytest.raises(ArgumentError, match=f"^{name}: found Tensor of torch"):
+        native_kda.chunk_kda_backward(y["v"], **{**y, name: x[name]}, **FLAGS)
+
+
+def test_packages_are_mixed_nowhere(torch):
+    x, y = tensors(torch), arrays()
+    for name in ("do", "dfinal_state"):
+        do = {"do": y["v"], name: torch.zeros(1)}
+        with pytest.raises(ArgumentError, match=f"^{name}: found Tensor of torch"):
+            native_kda.chunk_kda_backward(**do, **y, **FLAGS)
+    with pytest.raises(ArgumentError, match="^gamma: found Tensor of torch"):
+        stages.intra(y["q"], y["k"], y["beta"], x["g"])
+    y.pop("cu_seqlens")
+    for name in ("state_indices", "num_accepted"):
+        with pytest.raises(ArgumentError, match=f"^{name}: found Tensor of torch"):
+            native_kda.fused_recurrent_kda(**y, **FLAGS, **{name: torch.zeros(1).int()})
+
+
+class Derived(np.ndarray):
+    """Of NumPy as well, wherever it is defined."""
+
+
+def test_classes_derived_from_those_of_a_package():
+    x = arrays()
+    o, _ = native_kda.chunk_kda(**{**x, "k": x["k"].view(Derived)}, **FLAGS)
+    assert np.array_equal(o, native_kda.chunk_kda(**x, **FLAGS)[0])
 
 
 @pytest.mark.parametrize("name", ALL[1:])
@@ -73,11 +102,10 @@ def test_tensors_elsewhere_in_a_pool_and_in_stages(torch):
     with pytest.raises(ArgumentError, match="^cu_seqlens: found on meta"):
         stages.gate_cumsum(x["g"], cu_seqlens=torch.tensor([0, 70], device="meta"))
     meta = {n: t.to("meta") for n, t in x.items()}
-    with pytest.raises(native_kda.UnsupportedError, match="^g: found on meta"):
-        stages.gate_cumsum(meta["g"])
     supported, reason, _ = native_kda.is_supported(**meta, **FLAGS)
     assert not supported and reason == "q: found on meta, expected one of cpu, cuda"
-    assert native_kda.chunk_kda(**meta, **FLAGS)[0].is_meta, "shapes are told all the same"
+    for told in (native_kda.chunk_kda(**meta, **FLAGS)[0], stages.gate_cumsum(meta["g"])):
+        assert told.is_meta, "shapes are told all the same"
 
 
 def test_tensors_without_strides(torch):
@@ -160,6 +188,8 @@ def test_arrays_of_numpy_that_are_not_taken(odd, name):
 
 class Tracer:
     """As arrays under a transformation: shape and dtype, but no memory."""
+
+    __module__ = "numpy"
 
     def __init__(self, array):
         self.shape, self.dtype = array.shape, array.dtype

@@ -1,6 +1,7 @@
 """The wheel and what importing it needs."""
 
 import ast
+import email
 import importlib.metadata
 import json
 import os
@@ -15,8 +16,9 @@ import pytest
 import native_kda
 
 PACKAGE = pathlib.Path(native_kda.__file__).parent
-MODULES = ("__init__", "_arrays", "_autograd", "_calls", "_checks", "_kda", "_library", "_log",
-           "_problem", "_torch", "doctor", "fla", "ops", "run", "stages", "support")
+MODULES = ("__init__", "_arrays", "_autograd", "_calls", "_checks", "_derivatives", "_kda",
+           "_lengths", "_library", "_log", "_operations", "_problem", "_torch", "doctor", "fla",
+           "ops", "run", "stages", "support")
 
 
 def python(*arguments, **variables):
@@ -32,7 +34,10 @@ def test_content_of_the_wheel():
         pytest.skip("NATIVE_KDA_WHEEL names no wheel; tools/test.sh python sets it")
     with zipfile.ZipFile(path) as wheel:
         names = wheel.namelist()
-    code = [n for n in names if n.startswith("native_kda/")]
+        metadata = email.message_from_bytes(wheel.read(
+            next(n for n in names if n.endswith(".dist-info/METADATA"))))
+    licences = {n.rpartition("/")[2] for n in names if n.startswith("native_kda/licenses/")}
+    code = [n for n in names if n.startswith("native_kda/") and "/licenses/" not in n]
     libraries = [n for n in code if ".so" in n]
     assert sorted(n for n in code if n not in libraries) == sorted(
         [f"native_kda/{m}.py" for m in MODULES] + ["native_kda/_native.pyi", "native_kda/py.typed"])
@@ -40,12 +45,15 @@ def test_content_of_the_wheel():
     # Beside the module only what distributions ship as shared libraries.
     assert all(re.match(r"native_kda/lib(fmt|hwy|gomp|omp)\.so\.\d+$", n)
                for n in libraries if n != module)
-    rest = [n for n in names if n not in code]
+    rest = [n for n in names if n.startswith("native_kda-")]
+    assert len(rest) + len(code) + len(licences) == len(names)
     assert all(re.match(r"native_kda-[^/]*\.dist-info/", n) for n in rest), rest
+    # The metadata name each licence that lies beside them.
+    named = {n.rpartition("/licenses/")[2] for n in rest if "/licenses/" in n}
+    assert named == set(metadata.get_all("License-File")) == {"LICENSE"}
     # Whatever is inside brings its licence: what lies beside the module and what is linked in.
-    licences = {n.rpartition("/")[2] for n in rest if "/licenses/" in n}
     bundled = {re.match(r".*/(lib\w+)\.so", n)[1] for n in libraries if n != module}
-    assert licences >= {"LICENSE", "nanobind.txt", "robin_map.txt", "libfmt.txt", "libhwy.txt"}
+    assert licences >= {"nanobind.txt", "robin_map.txt", "libfmt.txt", "libhwy.txt"}
     assert licences >= {f"{name}.txt" for name in bundled}
     assert "GPL-3.txt" in licences or "libgomp" not in bundled
     expected = "abi3" if sys.version_info >= (3, 12) else f"cp3{sys.version_info.minor}"
@@ -138,12 +146,92 @@ def test_log_variables(tmp_path):
 
 
 def test_disabled_without_fla_says_so():
-    script = ("import sys; sys.modules['fla'] = None; import numpy as np, native_kda\n"
-              "x = np.ones((1, 2, 1, 4), np.float32)\n"
+    pytest.importorskip("torch", reason="torch is not installed")
+    script = ("import sys; sys.modules['fla'] = None; import torch, native_kda\n"
+              "x = torch.ones(1, 2, 1, 4)\n"
               "try: native_kda.chunk_kda(x, x, x, -x, x[..., 0])\n"
               "except native_kda.UnsupportedError as error: print(error)")
     result = python("-c", script, NATIVE_KDA_DISABLE="1")
     assert "NATIVE_KDA_DISABLE is set" in result.stdout and "cannot be imported" in result.stdout
+
+
+def test_disabled_reaches_what_fla_does_not_have(monkeypatch):
+    """Each function, and arrays, which it does not take: nothing runs here."""
+    np = pytest.importorskip("numpy", reason="numpy is not installed")
+    x = np.ones((1, 2, 1, 4), np.float32)
+    call = (x, x, x, -x, x[..., 0])
+    stages, A = native_kda.stages, np.ones((1, 2, 1, 64), np.float32)
+    states = np.ones((1, 1, 4, 4), np.float32)
+    calls = {
+        "chunk_kda": lambda: native_kda.chunk_kda(*call),
+        "fused_recurrent_kda": lambda: native_kda.fused_recurrent_kda(*call),
+        "chunk_kda_backward": lambda: native_kda.chunk_kda_backward(x, *call),
+        "stages.gate_cumsum": lambda: stages.gate_cumsum(-x),
+        "stages.intra": lambda: stages.intra(x, x, x[..., 0], -x),
+        "stages.wu": lambda: stages.wu(x, x, x[..., 0], -x, A),
+        "stages.state_scan": lambda: stages.state_scan(x, x, x, -x),
+        "stages.output": lambda: stages.output(x, -x, A, states, x),
+        "stages.reverse_scan": lambda: stages.reverse_scan(x, x, x, -x, A, x),
+        "stages.wy_bwd": lambda: stages.wy_bwd(
+            x, x, x, x[..., 0], -x, A, x, states, states, x, x),
+        "stages.intra_bwd": lambda: stages.intra_bwd(x, x, x[..., 0], -x, A, A),
+    }
+    for call_of in calls.values():
+        call_of()
+    assert {f"stages.{row['operation']}" for row in native_kda.support_matrix()} <= set(calls) | {
+        "stages.chunk_fwd", "stages.chunk_bwd", "stages.recurrent"}
+    native_kda.reset_hits()
+    monkeypatch.setenv("NATIVE_KDA_DISABLE", "1")
+    for name, call_of in calls.items():
+        text = "takes tensors of torch alone" if "." not in name else "has no such function"
+        if name == "chunk_kda_backward":
+            text = "has no such function"
+        with pytest.raises(native_kda.UnsupportedError,
+                           match=f"^{name}: NATIVE_KDA_DISABLE is set.* {text}"):
+            call_of()
+    assert native_kda.hits() == {}
+    monkeypatch.setenv("NATIVE_KDA_DISABLE", "off")
+    for call_of in calls.values():
+        with pytest.raises(ValueError, match="NATIVE_KDA_DISABLE: found 'off'"):
+            call_of()
+
+
+WRONG = {"KDA_IMPL": ("nonsense", "cpu_recurrent"), "KDA_WORKSPACE_LIMIT": ("1", "x"),
+         "NATIVE_KDA_DISABLE": ("2",)}
+
+
+@pytest.mark.parametrize("name, value", [(n, v) for n, values in WRONG.items() for v in values])
+def test_the_doctor_reports_a_wrong_environment(name, value):
+    """It is a line of the report, not the end of it."""
+    pytest.importorskip("numpy", reason="numpy is not installed")
+    result = python("-m", "native_kda.doctor", "--json", **{name: value})
+    assert result.returncode == 1 and result.stderr == "", result.stderr
+    report = json.loads(result.stdout)
+    assert report["environment"][name] == value
+    word = "workspace_limit" if value == "1" else name
+    assert report["self-test"]["cpu"].startswith("FAILED: ")
+    assert word in report["self-test"]["cpu"]
+
+
+def test_the_doctor_where_every_call_goes_to_fla():
+    result = python("-m", "native_kda.doctor", NATIVE_KDA_DISABLE="1")
+    assert result.returncode == 0, result.stderr
+    assert "self-test:    cpu skipped: NATIVE_KDA_DISABLE is set" in result.stdout
+
+
+def test_the_doctor_reports_a_broken_package(tmp_path):
+    """torch without one of its libraries, say."""
+    (tmp_path / "torch.py").write_text("raise OSError('no libcudart')")
+    (tmp_path / "torch-1.0.dist-info").mkdir()
+    (tmp_path / "torch-1.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torch\nVersion: 1.0\n")
+    (tmp_path / "torch-1.0.dist-info" / "RECORD").write_text("torch.py,,\n")
+    result = python("-m", "native_kda.doctor", "--json", PYTHONPATH=os.pathsep.join(
+        [str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    assert result.stderr == "", result.stderr
+    report = json.loads(result.stdout)
+    assert "cannot be imported (OSError: no libcudart)" in report["packages"]["torch"]
+    assert report["self-test"]["cpu"] in ("passed", "skipped: neither torch nor numpy")
 
 
 @pytest.mark.parametrize("value, sent", [("", False), ("0", False), (" 0", False), ("1", True),
@@ -186,6 +274,16 @@ def test_the_self_test_takes_what_is_there(there):
 def test_run_needs_a_script():
     result = python("-m", "native_kda.run")
     assert result.returncode == 2 and "usage: python -m native_kda.run" in result.stderr
+
+
+def test_run_says_what_is_missing():
+    """In a line: neither is an error of the script."""
+    block = "import sys; sys.modules['fla'] = None; sys.modules.setdefault('torch', None); "
+    start = "from native_kda import run; sys.exit(run.main(['-m', 'this']))"
+    result = python("-c", block + start)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert re.match(r"native_kda.run: flash-linear-attention cannot be imported: .*\n$",
+                    result.stderr)
 
 
 def test_everything_public_is_annotated():

@@ -130,12 +130,13 @@ def test_states_are_kept_where_the_backward_may_use_them(monkeypatch):
     how = dict(**FLAGS, output_final_state=True)
     wanted = gradients(native_kda.chunk_kda(**x, **how), x, weights)
     assert prepared == [(0, False, False), (1, False, False)]
-    for _ in range(2):  # the second call is remembered
+    for _ in range(2):  # the second call is remembered, where tensors are read by DLPack's table
         outputs = native_kda.chunk_kda(**x, **how, disable_recompute=True)
         assert len(outputs) == 2
         for name, gradient in gradients(outputs, x, weights).items():
             assert ratio(wanted[name], gradient) < 1e-6, name
-    assert prepared[2:] == [(0, False, True), (1, True, False)]
+    times = 2 if native_kda._torch.reader is None else 1
+    assert prepared[2:] == [(0, False, True), (1, True, False)] * times
     with torch.no_grad():
         o, state = native_kda.chunk_kda(**x, **how, disable_recompute=True)
     assert state.shape == outputs[1].shape
@@ -404,8 +405,8 @@ def test_tensors_that_are_not_what_their_memory_holds():
             results.append((o, *(torch.autograd.grad(o, y["q"], given) if wanted else ())))
     for i in (2, 3, 4, 5):
         assert all(torch.equal(a, b) for a, b in zip(results[i % 2], results[i]))
-    with pytest.raises(ValueError, match="g: found the imaginary part of a conjugate"):
-        native_kda.stages.gate_cumsum(negated(-x["g"].abs()))
+    g = -x["g"].abs()
+    assert torch.equal(*map(native_kda.stages.gate_cumsum, (negated(g), g)))
 
 
 def test_second_derivative_is_an_error():

@@ -344,16 +344,16 @@ TEST(MakePlan, TheEnvironmentLimitsTheWorkspaceUnlessTheCallerDoes) {
   const std::string variable = "KDA_WORKSPACE_LIMIT";
   Options generous;
   generous.workspace_limit = std::size_t{1} << 40;
-  {
-    const Environment environment("1", variable.c_str());
-    EXPECT_EQ(supports(problem).code(), StatusCode::kUnsupported);
-    EXPECT_TRUE(supports(problem, {}, generous).ok());
+  for (const char* one : {"1", " 1", "1 ", " 1\t\n"}) {
+    const Environment environment(one, variable.c_str());
+    EXPECT_EQ(supports(problem).code(), StatusCode::kUnsupported) << "\"" << one << "\"";
+    EXPECT_TRUE(supports(problem, {}, generous).ok()) << "\"" << one << "\"";
   }
-  for (const char* none : {"", "0"}) {
+  for (const char* none : {"", "0", " ", " 0 "}) {
     const Environment environment(none, variable.c_str());
     EXPECT_TRUE(supports(problem).ok()) << "\"" << none << "\"";
   }
-  for (const char* wrong : {"1G", "-1", "99999999999999999999", " 1"}) {
+  for (const char* wrong : {"1G", "-1", "99999999999999999999", "1 000"}) {
     const Environment environment(wrong, variable.c_str());
     const Status status = supports(problem);
     EXPECT_EQ(status.code(), StatusCode::kInvalidArgument) << wrong;

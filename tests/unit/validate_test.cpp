@@ -156,6 +156,17 @@ const std::vector<Refusal> kOptions = {
      forward,
      [](Problem& p) { p.scale = std::numeric_limits<double>::infinity(); },
      {"scale", "found inf", "expected a finite number"}},
+    {"ScaleBeyondFp32",
+     forward,
+     [](Problem& p) { p.scale = -1e40; },
+     {"scale", "found -1e+40", "expected a finite number in the range of fp32"}},
+    {"LowerBoundBeyondFp32",
+     forward,
+     [](Problem& p) {
+       p.gate = Gate::kLowerBound;
+       p.lower_bound = -1e40;
+     },
+     {"lower_bound", "found -1e+40", "below 0 in the range of fp32"}},
     {"SoftplusWithoutALog",
      forward,
      [](Problem& p) { p.gate = Gate::kSoftplus; },
@@ -425,6 +436,15 @@ TEST(Validated, AcceptsTheLargestAndSmallestSizes) {
   problem.sizes = {.B = 1, .T = 0, .H = 1, .HV = 1, .K = 8, .V = 8, .N = 0};
   problem.set(kCuSeqlens, DType::kI32);
   EXPECT_TRUE(problem.validated().ok());
+}
+
+TEST(Validated, Fp64TensorsTakeNumbersBeyondFp32) {
+  Problem problem =
+      Problem::make(Operation::kChunkForward, {.T = 70, .HV = 1, .K = 16, .V = 24}, DType::kF64);
+  problem.scale = 1e40;
+  problem.gate = Gate::kLowerBound;
+  problem.lower_bound = -1e40;
+  EXPECT_TRUE(problem.validated().ok()) << problem.validated().status().message();
 }
 
 TEST(Validated, IgnoresEntriesPastTheRank) {

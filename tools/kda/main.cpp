@@ -34,9 +34,15 @@ struct Commands {
   StressCommand stress;
 };
 
-void add_common(CLI::App& app, Common& common) {
+constexpr const char* kShape =
+    "B,T,H,HV,K,V: batch, tokens, heads of q and k, heads of v, sizes of a head of k and of v";
+
+/// `of_auto`: what --device auto means to the command.
+void add_common(CLI::App& app, Common& common,
+                const char* of_auto = "a GPU if it can, else the CPU") {
   app.add_flag("--json", common.json, "Print one JSON object a line and nothing else");
-  app.add_option("--device", common.device, "auto, cpu, cuda or cuda:NUMBER")
+  app.add_option("--device", common.device,
+                 std::string("cpu, cuda, cuda:NUMBER or auto (") + of_auto + ")")
       ->capture_default_str();
   app.add_option("--impl", common.implementation,
                  "Implementations to use: a family or names, with commas between, as kda support "
@@ -88,8 +94,10 @@ void add_workspace_limit(CLI::App& app, Common& common) {
 }
 
 void add_types(CLI::App& app, std::string& dtype, std::string& gate) {
-  app.add_option("--dtype", dtype, "bf16, fp16, fp32 or fp64")->capture_default_str();
-  app.add_option("--gate", gate, "none, softplus or lower_bound")->capture_default_str();
+  app.add_option("--dtype", dtype, "Of q, k, v and o: bf16, fp16, fp32 or fp64")
+      ->capture_default_str();
+  app.add_option("--gate", gate, "How g becomes the decay: none, softplus or lower_bound")
+      ->capture_default_str();
 }
 
 void add_run(CLI::App& app, RunCommand& command) {
@@ -97,7 +105,7 @@ void add_run(CLI::App& app, RunCommand& command) {
   sub->footer(
       "Computes o and final_state; with `do` in the case, every gradient too.\n\n"
       "Example: kda run case.safetensors -o out.safetensors --device cpu --dtype fp64");
-  sub->add_option("CASE", command.case_path, "Case file (safetensors)")
+  sub->add_option("CASE", command.case_path, "Case file (safetensors; docs/case-format.md)")
       ->required()
       ->check(check_file_name);
   sub->add_option("-o,--out", command.out_path, "Result file; replaced whole or not at all")
@@ -111,14 +119,15 @@ void add_run(CLI::App& app, RunCommand& command) {
 }
 
 void add_verify(CLI::App& app, VerifyCommand& command) {
-  CLI::App* sub = app.add_subcommand("verify", "Compare results with what is right");
+  CLI::App* sub = app.add_subcommand("verify", "Compare results with exact ones");
   sub->footer(
-      "Holds every output to its limit: the ratio RMS(error) / RMS(expected) of the whole tensor, "
-      "and\nfour times the limit for each block of 64 tokens of a head. The float64 reference is "
-      "held to its\nlargest error. Without `expected.*` in a case, the float64 reference is what "
-      "is "
-      "right.\n\nExample: kda verify cases/*.safetensors --impl cpu --json");
-  sub->add_option("CASE", command.case_paths, "Case files; none: a built-in suite from seeds")
+      "Exact are the `expected.*` of a case, or the float64 reference. Every output is held to "
+      "its\n"
+      "limit: the ratio RMS(error) / RMS(exact) of the whole tensor, and four times the limit for\n"
+      "each block of 64 tokens of a head. Where the reference itself runs, its largest error is\n"
+      "held.\n\n"
+      "Example: kda verify cases/*.safetensors --impl cpu --json");
+  sub->add_option("CASE", command.case_paths, "Case files; without any a suite made from seeds")
       ->check(check_file_name);
   add_common(*sub, command.common);
 }
@@ -132,7 +141,7 @@ void add_bench(CLI::App& app, BenchCommand& command) {
   sub->add_option_function<std::vector<int64_t>>(
          "--shape",
          [&command](const std::vector<int64_t>& shape) { command.shapes.push_back(shape); },
-         "B,T,H,HV,K,V; more than once: one after the other")
+         std::string(kShape) + "; may be given more than once")
       ->delimiter(',')
       ->allow_extra_args(false)
       ->check(check_integer)
@@ -163,16 +172,19 @@ void add_bench(CLI::App& app, BenchCommand& command) {
 void add_support(CLI::App& app, SupportCommand& command) {
   CLI::App* sub = app.add_subcommand("support", "List implementations, and which one is chosen");
   sub->footer(
-      "With --shape: for each operation, which implementation is chosen and why each other one is "
-      "not.\n\nExample: kda support --shape 1,4096,32,32,128,128 --dtype bf16 --gate softplus "
-      "--operation chunk_fwd");
-  sub->add_option("--shape", command.shape, "B,T,H,HV,K,V")
+      "With --shape: for each operation, which implementation is chosen and why each other one is\n"
+      "not. Options about a problem, such as --dtype and --pool, go with it.\n\n"
+      "Example: kda support --shape 1,4096,32,32,128,128 --gate softplus --operation chunk_fwd");
+  sub->add_option("--shape", command.shape, kShape)
       ->delimiter(',')
       ->allow_extra_args(false)
       ->check(check_integer);
   add_types(*sub, command.dtype, command.gate);
-  sub->add_option("--operation", command.operation, "chunk_fwd, chunk_bwd, recurrent or a stage");
-  sub->add_option("--sequences", command.sequences, "Packed sequences (cu_seqlens); 0: none")
+  sub->add_option(
+      "--operation", command.operation,
+      "This one alone: chunk_fwd, chunk_bwd, recurrent or a stage, as the list has them");
+  sub->add_option("--sequences", command.sequences,
+                  "Number of packed sequences (cu_seqlens); 0: none")
       ->check(check_integer);
   sub->add_option("--chunk-size", command.chunk_size, "64 or 32")->capture_default_str();
   sub->add_flag("--qk-l2norm", command.qk_l2norm, "Normalise q and k inside");
@@ -191,30 +203,30 @@ void add_support(CLI::App& app, SupportCommand& command) {
 void add_doctor(CLI::App& app, Common& common) {
   CLI::App* sub = app.add_subcommand("doctor", "Describe this machine and test the library on it");
   sub->footer("Paste the block in a bug report.\n\nExample: kda doctor");
-  add_common(*sub, common);
+  add_common(*sub, common, "every device here");
 }
 
 void add_stress(CLI::App& app, StressCommand& command) {
-  CLI::App* sub = app.add_subcommand("stress", "Try random problems on every implementation");
+  CLI::App* sub =
+      app.add_subcommand("stress", "Try random problems on every implementation that takes them");
   sub->footer(
       "Draws operation, sizes, dtypes, options, tensors, strides and kinds of inputs from the "
-      "seed; "
-      "each\nproblem runs on every implementation that takes it (--device auto: on every device) "
-      "and "
-      "is held to the\nlimits of kda verify, among memory full of NaN that it may not read or "
-      "write, "
-      "with other numbers of\nthreads and, on CUDA, on several streams and as a graph. A failure "
-      "prints the command that repeats it.\n\nExample: kda stress --seconds 60 --seed 7");
+      "seed.\n"
+      "Each problem runs on every implementation that takes it and is held to the limits of kda\n"
+      "verify, among memory full of NaN that it may not read or write, with other numbers of\n"
+      "threads and, on CUDA, on several streams and as a graph. A failure prints the command that\n"
+      "repeats it.\n\n"
+      "Example: kda stress --seconds 60 --seed 7");
   sub->add_option("--seed", command.seed, "The same seed gives the same problems everywhere")
       ->check(check_unsigned)
       ->capture_default_str();
-  CLI::Option* seconds = sub->add_option("--seconds", command.seconds, "Stop after so long")
+  CLI::Option* seconds = sub->add_option("--seconds", command.seconds, "Stop after so many seconds")
                              ->check(check_seconds)
                              ->capture_default_str();
   seconds->each([&command](const std::string&) { command.seconds_given = true; });
   CLI::Option* problems =
       sub->add_option("--problems", command.problems,
-                      "Stop after so many, without --seconds however long they take")
+                      "Stop after so many problems; without --seconds, however long they take")
           ->check(check_integer)
           ->check(CLI::Range(int64_t{1}, std::numeric_limits<int64_t>::max()));
   sub->add_option("--case", command.number, "Try only the problem of this number (from 0)")
@@ -222,7 +234,7 @@ void add_stress(CLI::App& app, StressCommand& command) {
       ->check(CLI::Range(int64_t{0}, std::numeric_limits<int64_t>::max()))
       ->excludes(seconds)
       ->excludes(problems);
-  add_common(*sub, command.common);
+  add_common(*sub, command.common, "every device here");
 }
 
 int bad_usage(const CLI::ParseError& error, bool json) {
@@ -298,7 +310,8 @@ int run_program(int argc, char** argv) {
   Commands commands;
   commands.bench.line = commands.stress.line = command_line(argc, argv);
   CLI::App app{"Kimi Delta Attention: compute, verify and time it", "kda"};
-  app.footer(std::string(kExitCodes) + "\n\nExample: kda verify");
+  app.footer(std::string(kExitCodes) +
+             "\n\nEach command has a --help of its own.\n\nExample: kda verify");
   app.set_version_flag("--version", std::string("kda ") + version());
   app.require_subcommand(1);
   add_run(app, commands.run);

@@ -193,14 +193,17 @@ void forward_in_segments(Pipeline& run, int32_t segment) {
   // bf16 alone: of it an SM holds five blocks of prep, of fp16 two. With three the walk of bf16 is
   // slower than one block an item, 0.445 ms to 0.401 (S1).
   const bool bf16 = problem[kQ].dtype == DType::kBF16;
-  const bool beside = segment == 0 && bf16 && runs_beside(heads, prep.heads.V, sms);
+  // Where prep takes all chunks at once, the first records are hardly earlier than the last.
+  const int32_t at_once = sms * prep_blocks_an_sm(prep);
+  const bool one_round = prep.sequences.chunk_rows * prep.heads.HV <= at_once;
+  const bool beside = segment == 0 && bf16 && !one_round && runs_beside(heads, prep.heads.V, sms);
   if (beside) {
     const int groups = scan_shape(heads, prep.heads.V, sms / 2).groups;
     prep.ready = ready;
     prep.room = prep_room(scan_blocks(heads, prep.heads.V, groups), sms, prep_blocks_an_sm(prep));
   } else if (bf16 && problem.gate != Gate::kNone) {
     // S1: 0.384 ms instead of 0.401; with given gates one block an item is faster, 0.348 to 0.369.
-    prep.blocks = sms * prep_blocks_an_sm(prep);
+    prep.blocks = at_once;
   }
   run(launch_prep, prep);
 
@@ -220,8 +223,7 @@ void forward_in_segments(Pipeline& run, int32_t segment) {
   scan.scale = static_cast<float>(run.scale());
   const ChunkForwardKernels kernels = kernels_of(prep);
   if (segment > 0) find_starts(run, scan, segment, kernels.summary);
-  run(launch_scan,
-      ScanLaunch{"sm90_chunk_fwd_scan", scan, kernels.scan, beside || segment > 0, true});
+  run(launch_scan, ScanLaunch{"sm90_chunk_fwd_scan", scan, kernels.scan, true, true});
   run.finish();
 }
 

@@ -22,6 +22,9 @@ namespace kda::cuda::sm90 {
 
 inline constexpr int32_t kFloat32 = 3;  ///< value of kda::DType
 
+/// Walks of so many chunks are wholly of the kind that takes any chunk.
+inline constexpr int32_t kFewChunks = 3;
+
 /// Keeps what is computed with x on this side of the asm statements before.
 template <int N>
 __device__ __forceinline__ void pin(float (&x)[N]) {
@@ -419,7 +422,9 @@ struct ForwardConsumer {
       ++c;
     };
     if constexpr (kTrusting) {
-      const int32_t plain = whole_chunks(work) - 1;
+      // Code of a second kind comes from memory at first, which takes longer than a few chunks
+      // gain.
+      const int32_t plain = work.chunks > kFewChunks ? whole_chunks(work) - 1 : 0;
       while (c < plain) step(std::bool_constant<true>{});
     }
     while (c < work.chunks) step(std::bool_constant<false>{});

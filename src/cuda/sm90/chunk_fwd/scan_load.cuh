@@ -195,7 +195,14 @@ __device__ void load_chunks(const ScanParams& p, const ForwardWork& work,
   }
   const auto bytes = static_cast<uint32_t>(kBytes + groups * kTokenPanelBytes);
   const bool leads = threadIdx.x % 32 == 0;
-  int ready = kWalk == Walk::kForward && p.ready != nullptr ? 0 : work.chunks;
+  int ready = work.chunks;
+  if constexpr (kWalk == Walk::kForward) {
+    if (p.ready != nullptr) {
+      ready = 0;
+    } else {
+      cudaGridDependencySynchronize();  // prep, or compose
+    }
+  }
   StagePosition at = StagePosition::of(before, memory.stages);
   for (int32_t i = 0; i < work.chunks; ++i, at.advance(memory.stages)) {
     const int32_t c = kWalk == Walk::kReverse ? work.chunks - 1 - i : i;
