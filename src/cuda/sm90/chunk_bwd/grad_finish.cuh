@@ -183,7 +183,8 @@ struct GradFinish {
     constexpr int kShare = kChunk / Traits::kWarps;
     const int t = warp * kShare + lane;
     if (lane >= kShare || t >= work.chunk.rows || p.dbeta.data == nullptr) return;
-    store<float>(p.dbeta, token_offset(p.dbeta, work.chunk.batch, work.chunk.begin + t, work.hv),
+    store<float>(p.dbeta,
+                 token_offset(p.dbeta, work.chunk.batch, work.chunk.begin + t, work.pair.hv),
                  shared.beta_slope[t] *
                      fmaf(unit_of(shared, p), shared.value_product[t], sum_of(kKeySum, t)));
   }

@@ -117,7 +117,7 @@ __device__ __forceinline__ void store_partial(const GradShared<Io, K>& shared, c
 #pragma unroll
     for (const auto& warp : shared.partial[0]) sum += warp[0];
   }
-  partial_row(p, work.row, work.hv)[k] = sum;
+  partial_row(p, work.row, work.pair.hv)[k] = sum;
 }
 
 }  // namespace kda::cuda::sm90

@@ -55,8 +55,8 @@ __device__ __forceinline__ void load_value_tiles(GradShared<Io, K>& shared,
   constexpr int kRows = GradTraits<Io, K>::kValueRows;
   const int tid = thread_index();
   if (tid == 0) {
-    const int32_t at[4] = {v0, 0, static_cast<int32_t>(work.hv),
-                           static_cast<int32_t>(work.row / 2)};
+    const int32_t at[4] = {v0, 0, static_cast<int32_t>(work.pair.hv),
+                           static_cast<int32_t>(work.pair.row)};
     ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared,
                                    &shared.states_full,
                                    (work.carries ? 1 : 2) * sizeof(shared.value.h));
@@ -152,7 +152,7 @@ template <class Io, int K>
 __device__ __forceinline__ void load_update(GradShared<Io, K>& shared, const GradParams& p,
                                             const GradWork& work) {
   const std::byte* const record =
-      p.records + (work.record * p.heads.HV + work.hv) * Record<K>::kBytes;
+      p.records + (work.record * p.heads.HV + work.pair.hv) * Record<K>::kBytes;
   constexpr uint32_t kPanel = kChunk * kPanelRowBytes;
   constexpr uint32_t kDecays = sizeof(shared.decay_before);
   ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared,
@@ -179,11 +179,11 @@ __device__ __forceinline__ GradScalars load_scalars(const GradParams& p, const G
   GradScalars x{};
   if (tid < work.chunk.rows) {
     x.beta = load_raw<float>(
-        p.beta, token_offset(p.beta, work.chunk.batch, work.chunk.begin + tid, work.hv));
+        p.beta, token_offset(p.beta, work.chunk.batch, work.chunk.begin + tid, work.pair.hv));
   }
   if (p.gate.kind == kGateNone) return x;
-  if (tid < p.heads.K) x.bias = bias_of(p.gate, work.hv, tid);
-  if (tid == 0) x.A_log = A_log_of(p.gate, work.hv);
+  if (tid < p.heads.K) x.bias = bias_of(p.gate, work.pair.hv, tid);
+  if (tid == 0) x.A_log = A_log_of(p.gate, work.pair.hv);
   return x;
 }
 
