@@ -64,9 +64,8 @@ struct ReverseConsumer : ForwardConsumer<IoType, HeadSize, Walk::kReverse> {
     multiply(grad_o, this->p.scale / unit);
     const int64_t row = 2 * int64_t{this->work.first_h + c / 2} + c % 2;
     if (this->thread != 0 || row >= 2 * this->p.h_row_count) return;  // wrong cu_seqlens
-    this->p
-        .units[(row * this->p.heads.HV + this->work.pair.hv) * (this->p.heads.V / kGroupColumns) +
-               this->column() / kGroupColumns] = this->p.mantissa * unit;
+    this->p.units[(row * this->p.heads.HV + this->work.hv) * (this->p.heads.V / kGroupColumns) +
+                  this->column() / kGroupColumns] = this->p.mantissa * unit;
   }
 
   /// grad_o: of chunk c, and afterwards of the one before; unit: that of the state.
