@@ -5,7 +5,6 @@
 
 #include "cuda/launch.h"
 #include "cuda/sm90/chunk_bwd/instances/grad_instances.h"
-#include "cuda/sm90/chunk_fwd/config.h"
 #include "cuda/sm90/requirements.h"
 #include "cuda/tensor_map.h"
 #include "kda/types.h"
@@ -19,24 +18,6 @@ TensorMapShape state_map(const Tensor& t, const Heads& heads, int64_t rows) {
   return {{heads.V, heads.K, heads.HV, rows},
           {t.stride[3], t.stride[2], t.stride[1], t.stride[0]},
           {kGradColumns, static_cast<int32_t>(heads.K), 1, 1}};
-}
-
-/// Tiles of 32 tokens x 64 columns.
-TensorMapShape token_map(const Tensor& t, const GradParams& p) {
-  return {{p.heads.V, p.heads.HV, p.sequences.T, p.sequences.cu.data ? 1 : p.sequences.count},
-          {t.stride[3], t.stride[2], t.stride[1], t.stride[0]},
-          {kGradColumns, 1, kChunk, 1}};
-}
-
-Status make_maps(GradLaunchParams& p) {
-  const int64_t rows = p.sequences.chunk_rows;
-  Status status = make_tensor_map(p.h_map, "h", p.h, state_map(p.h, p.heads, rows));
-  if (status.ok()) status = make_tensor_map(p.dh_map, "dh", p.dh, state_map(p.dh, p.heads, rows));
-  if (status.ok()) status = make_tensor_map(p.do_map, "do", p.grad_o, token_map(p.grad_o, p));
-  if (status.ok()) status = make_tensor_map(p.R_map, "R", p.R, token_map(p.R, p));
-  if (status.ok()) status = make_tensor_map(p.v_map, "v", p.v, token_map(p.v, p));
-  if (status.ok()) status = make_tensor_map(p.v_new_map, "v_new", p.v_new, token_map(p.v_new, p));
-  return status;
 }
 
 GradKernel kernel_of(const GradParams& p) {
@@ -55,12 +36,13 @@ Status launch_grad(const GradParams& params, bool, cudaStream_t stream) {
   if (items == 0) return {};
   const GradParams& p = params;
   GradLaunchParams launched{
-      p,  {p.q, p.k, p.gate.g, p.v, p.grad_o, p.R, p.v_new, p.dq, p.dk, p.dv, p.dg},
-      {}, {},
-      {}, {},
-      {}, {},
-      {}};
-  if (Status status = make_maps(launched); !status.ok()) return status;
+      p, {p.q, p.k, p.gate.g, p.v, p.grad_o, p.R, p.v_new, p.dq, p.dk, p.dv, p.dg}, {}, {}, {}};
+  const int64_t rows = params.sequences.chunk_rows;
+  Status status = make_tensor_map(launched.h_map, "h", params.h, state_map(params.h, heads, rows));
+  if (status.ok()) {
+    status = make_tensor_map(launched.dh_map, "dh", params.dh, state_map(params.dh, heads, rows));
+  }
+  if (!status.ok()) return status;
   const int64_t blocks = std::min<int64_t>(
       params.most_blocks > 0 ? params.most_blocks : sm_count() * grad.blocks_per_sm,
       kMostGradBlocks);

@@ -68,8 +68,7 @@ struct GradLaunchParams : GradParams {
   CUtensorMap h_map, dh_map;  ///< boxes of 64 columns x K channels
   struct {
     uint32_t row, head;
-  } step;                                       ///< blocks of the grid in rows of h and value heads
-  CUtensorMap do_map, R_map, v_map, v_new_map;  ///< boxes of 64 columns x 32 tokens
+  } step;  ///< blocks of the grid in value heads and rows of h
 };
 
 Status launch_grad(const GradParams& params, bool fp64, cudaStream_t stream);

@@ -45,73 +45,45 @@ __device__ __forceinline__ void load_key_rows(GradShared<Io, K>& shared, const G
        kRowsG, gate_bytes);
 }
 
-/// By TMA tiles of h and dh and those of whole chunks of tokens, a warp each: a copy takes its
-/// thread some 200 cycles.
-template <class Io, int K>
-__device__ __forceinline__ void copy_value_tiles(GradShared<Io, K>& shared,
-                                                 const GradLaunchParams& p, const GradWork& work,
-                                                 int v0, bool whole) {
-  constexpr int kTile = kChunk * kPanelRowBytes;
-  const auto copy = [&](unsigned char* to, const CUtensorMap& map, const int32_t(&at)[4]) {
-    ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, to, &map, at,
-                              &shared.states_full);
-  };
-  const auto hv = static_cast<int32_t>(work.pair.hv);
-  const auto begin = static_cast<int32_t>(work.chunk.begin);
-  const auto batch = static_cast<int32_t>(work.chunk.batch);
-  const int32_t state[4] = {v0, 0, hv, static_cast<int32_t>(work.pair.row)};
-  const int32_t tokens[4] = {v0, hv, begin, batch};
-  const int32_t before[4] = {v0, hv, begin - kChunk, batch};
-  const int warp = __shfl_sync(~0u, thread_index() / 32, 0);
-  if (thread_index() % 32 != 0) return;
-  if (warp == 0) {
-    const int states = work.carries ? 1 : 2;
-    const int tiles = whole ? 4 + (work.crosses ? 1 : 0) : 0;
-    ptx::mbarrier_arrive_expect_tx(
-        ptx::sem_release, ptx::scope_cta, ptx::space_shared, &shared.states_full,
-        static_cast<uint32_t>(states * K * kPanelRowBytes + tiles * kTile));
-    copy(shared.value.h, p.h_map, state);
-  }
-  constexpr int kWarps = GradTraits<Io, K>::kWarps;
-  if (warp == 1 && !work.carries) copy(shared.value.dh, p.dh_map, state);
-  if (!whole) return;
-  if (warp == 2) copy(shared.value.do_R, p.do_map, tokens);
-  if (warp == 3) copy(shared.value.do_R + kTile, p.R_map, tokens);
-  if (warp == 4 % kWarps) copy(shared.value.v, p.v_map, tokens);
-  if (warp == 5 % kWarps) copy(shared.v_new, p.v_new_map, tokens);
-  if (warp == 6 % kWarps && work.crosses) copy(shared.v_new + kTile, p.v_new_map, before);
-}
-
-/// Columns v0 .. v0 + 63 of everything that has V: by TMA, but what is cut off by the end of a
-/// sequence by all threads.
+/// Columns v0 .. v0 + 63 of everything that has V: h and dh by TMA, the rest by all threads.
 template <class Io, int K>
 __device__ __forceinline__ void load_value_tiles(GradShared<Io, K>& shared,
                                                  const GradLaunchParams& p, const GradWork& work,
                                                  int v0) {
   constexpr int kRows = GradTraits<Io, K>::kValueRows;
   const int tid = thread_index();
-  const bool whole = work.chunk.rows == kChunk;
-  copy_value_tiles(shared, p, work, v0, whole);
-  if (whole) return;
+  if (tid == 0) {
+    const int32_t at[4] = {v0, 0, static_cast<int32_t>(work.pair.hv),
+                           static_cast<int32_t>(work.pair.row)};
+    ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared,
+                                   &shared.states_full,
+                                   (work.carries ? 1 : 2) * sizeof(shared.value.h));
+    ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, shared.value.h, &p.h_map, at,
+                              &shared.states_full);
+    if (!work.carries) {
+      ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, shared.value.dh, &p.dh_map,
+                                at, &shared.states_full);
+    }
+  }
   const int column = v0 + tid % 8 * kUnitElements;
   const uint32_t place = unit_offset(tid / 8, tid % 8);
-  const auto load_rows = [&](unsigned char* to, GradRows which, int first = 0) {
-    const std::byte* const from = work.at<std::byte>(which) + column * int{sizeof(Io)};
+  const auto load_rows = [&](unsigned char* to, GradRows which, int64_t stride, int first = 0) {
+    const Io* const from = work.at<Io>(which) + column;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       constexpr int kRowsAtOnce = kChunk / kRows;
       const int row = first + tid / 8 + i * kRowsAtOnce;
       const bool valid = row < work.chunk.rows;
       copy_async_16_or_zero(shared_address(to) + place + i * kRowsAtOnce * kPanelRowBytes,
-                            from + (valid ? row : 0) * shared.sources[which].token, valid);
+                            from + (valid ? row : 0) * stride, valid);
     }
   };
   constexpr int kTile = kChunk * kPanelRowBytes;
-  load_rows(shared.value.do_R, kRowsDo);
-  load_rows(shared.value.do_R + kTile, kRowsR);
-  load_rows(shared.value.v, kRowsV);
-  load_rows(shared.v_new, kRowsVNew);
-  if (work.crosses) load_rows(shared.v_new + kTile, kRowsVNew, -kChunk);
+  load_rows(shared.value.do_R, kRowsDo, p.grad_o.stride[1]);
+  load_rows(shared.value.do_R + kTile, kRowsR, p.R.stride[1]);
+  load_rows(shared.value.v, kRowsV, p.v.stride[1]);
+  load_rows(shared.v_new, kRowsVNew, p.v_new.stride[1]);
+  if (work.crosses) load_rows(shared.v_new + kTile, kRowsVNew, p.v_new.stride[1], -kChunk);
 }
 
 /// Two diagonals of 8 of d += a b^T over 16 columns: lanes with lane / 8 == lane % 4 hold those of
