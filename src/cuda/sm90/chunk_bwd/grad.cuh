@@ -95,7 +95,6 @@ __device__ __forceinline__ void find_grad_work(const GradLaunchParams& p,
   next.row = 2 * int64_t{found.row} + (crosses ? 1 : 0);
   next.record = crosses ? first_record(p, found.row) : 0;
   next.after = after;
-  next.items = last.items + 1;
   next.crossings = last.crossings + (last.crosses ? 1 : 0);
 }
 
@@ -174,9 +173,11 @@ struct GradBlock {
     wgmma_commit();
   }
 
-  /// The products of columns v0 .. of V, whose tiles are on their way.
+  /// The products of columns v0 .. of V, whose tiles are on their way; LATER groups of copies after
+  /// them.
+  template <int LATER>
   __device__ __forceinline__ void take_values(ValueSums& sums, int v0) const {
-    wait_for_copies<0>();
+    wait_for_copies<LATER>();
     fence_tiles(v0);
     float unit = p.mantissa;
     if constexpr (Traits::kHasUnits) {
@@ -197,7 +198,7 @@ struct GradBlock {
 #pragma unroll 1
     for (int v0 = kGradColumns; v0 < V; v0 += kGradColumns) {
       asm volatile("" : "+r"(v0));  // addresses are formed here, not kept across the products
-      take_values(sums, v0);
+      take_values<0>(sums, v0);
       if (v0 + kGradColumns >= V) break;
       __syncthreads();
       load_value_tiles(shared, p, work, v0 + kGradColumns);
@@ -291,8 +292,8 @@ struct GradBlock {
   /// `next` so.
   __device__ __forceinline__ void run(GradWork& next) const {
     ValueSums sums;
-    take_values(sums, 0);
-    wait_for(&shared.keys_full, work.items % 2);
+    take_values<1>(sums, 0);
+    wait_for_copies<0>();
     __syncthreads();
     if (p.heads.V > kGradColumns) load_value_tiles(shared, p, work, kGradColumns);
     commit_copies();
@@ -334,10 +335,10 @@ struct GradBlock {
     const GradScalars scalars = load_scalars(p, next);
     GradFinish<Io, K>(shared, p, work, warp, thread_index() % 32)
         .template store_all<GATE>(sums.S, sums.dkx, W);
-    ptx::fence_proxy_async(ptx::space_shared);
     __syncthreads();
     if (next.chunk.rows > 0) {
-      if (warp == 1) load_key_rows(shared, p, next);
+      load_key_rows(shared, p, next);
+      commit_copies();
       put_scalars(shared, p, next.chunk.rows, scalars);
     }
     store_partial(shared, p, work);
@@ -351,12 +352,10 @@ __global__ void __launch_bounds__(GradTraits<Io, K>::kThreads, GradTraits<Io, K>
   auto& shared = *reinterpret_cast<GradShared<Io, K>*>(dynamic);
   if (threadIdx.x == 0) {
     ptx::mbarrier_init(&shared.states_full, 1);
-    ptx::mbarrier_init(&shared.keys_full, 1);
     ptx::mbarrier_init(&shared.update_full, 1);
     ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
     shared.work[0].tiles = 0;
     shared.work[1] = {};
-    shared.work[1].items = ~0u;
     const auto HV = static_cast<uint32_t>(p.heads.HV);
     shared.work[1].after = {blockIdx.x / HV, blockIdx.x % HV};
   }
@@ -367,7 +366,8 @@ __global__ void __launch_bounds__(GradTraits<Io, K>::kThreads, GradTraits<Io, K>
   if (shared.work[0].chunk.rows == 0) return;
   load_value_tiles(shared, p, shared.work[0], 0);
   commit_copies();
-  if (threadIdx.x < 32) load_key_rows(shared, p, shared.work[0]);
+  load_key_rows(shared, p, shared.work[0]);
+  commit_copies();
   put_scalars(shared, p, shared.work[0].chunk.rows, load_scalars(p, shared.work[0]));
 #pragma unroll 1
   for (int at = 0;; at ^= 1) {

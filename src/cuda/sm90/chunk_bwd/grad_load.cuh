@@ -14,35 +14,37 @@ namespace kda::cuda::sm90 {
 
 namespace ptx = ::cuda::ptx;
 
-/// Raw rows of q, k and g, by one warp, a token a lane; zeros beyond the last.
+/// Raw rows of q, k and g; zeros beyond the last.
 template <class Io, int K>
 __device__ __forceinline__ void load_key_rows(GradShared<Io, K>& shared, const GradParams& p,
                                               const GradWork& work) {
-  static_assert(kChunk == 32);
-  const int row = thread_index() % 32;
-  const int32_t dtype = p.gate.g.dtype;
-  const bool narrow = dtype == kBFloat16 || dtype == kFloat16;
-  const uint32_t gate_bytes = K * (narrow ? 2 : 4);
-  if (row == 0) {
-    ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared,
-                                   &shared.keys_full,
-                                   static_cast<uint32_t>(work.chunk.rows) *
-                                       (2 * K * static_cast<uint32_t>(sizeof(Io)) + gate_bytes));
-  }
-  __syncwarp();
-  const auto load = [&](void* to, GradRows which, uint32_t bytes) {
-    if (row < work.chunk.rows) {
-      ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, to,
-                         work.at<std::byte>(which) + row * shared.sources[which].token, bytes,
-                         &shared.keys_full);
-    } else {
-      for (uint32_t i = 0; i < bytes / 16; ++i) static_cast<uint4*>(to)[i] = {};
+  using Traits = GradTraits<Io, K>;
+  const auto load = [&]<class T>(T* to, GradRows which, int64_t stride) {
+    constexpr int kUnit = 16 / sizeof(T);  // elements
+    constexpr int kRowsAtOnce = Traits::kThreads / (K / kUnit);
+    const int tid = thread_index();
+    const int column = tid % (K / kUnit) * kUnit;
+    int row = tid / (K / kUnit);
+    const T* from = work.at<T>(which) + row * stride + column;
+    uint32_t address = shared_address(to + row * Traits::kStride + column);
+#pragma unroll
+    for (int i = 0; i < kChunk / kRowsAtOnce; ++i) {
+      // Nothing is read where the row does not exist.
+      copy_async_16_or_zero(address, row < work.chunk.rows ? from : work.at<T>(which),
+                            row < work.chunk.rows);
+      row += kRowsAtOnce;
+      from += kRowsAtOnce * stride;
+      address += kRowsAtOnce * Traits::kStride * sizeof(T);
     }
   };
-  load(shared.q[row], kRowsQ, K * sizeof(Io));
-  load(shared.k[row], kRowsK, K * sizeof(Io));
-  load(reinterpret_cast<std::byte*>(shared.g) + row * (gate_bytes / K * GradTraits<Io, K>::kStride),
-       kRowsG, gate_bytes);
+  load(&shared.q[0][0], kRowsQ, p.q.stride[1]);
+  load(&shared.k[0][0], kRowsK, p.k.stride[1]);
+  const int32_t dtype = p.gate.g.dtype;
+  if (dtype == kBFloat16 || dtype == kFloat16) {
+    load(reinterpret_cast<Bf16*>(shared.g), kRowsG, p.gate.g.stride[1]);  // bits, whichever type
+  } else {
+    load(&shared.g[0][0], kRowsG, p.gate.g.stride[1]);
+  }
 }
 
 /// Columns v0 .. v0 + 63 of everything that has V: h and dh by TMA, the rest by all threads.

@@ -148,7 +148,6 @@ struct GradWork {
   GradPair pair;
   void* rows[kGradRows];  ///< this chunk's and head's first rows
   uint32_t tiles;         ///< of h that came before
-  uint32_t items;         ///< that came before
   uint32_t crossings;     ///< items that crossed before
   GradPair after;         ///< where this block's search for the next goes on
 
@@ -197,7 +196,6 @@ struct GradShared {
   FastGate gate;
   float norm[2][kChunk];            ///< 1 / |q|, 1 / |k|
   alignas(8) uint64_t states_full;  ///< tiles of h and dh have landed
-  uint64_t keys_full;               ///< rows of q, k and raw g have
   uint64_t update_full;             ///< kg and decay_before have
   RowSource sources[kGradRows];     ///< GradLaunchParams::rows
   GradWork work[2];                 ///< this item and the next: in registers they would be too many
