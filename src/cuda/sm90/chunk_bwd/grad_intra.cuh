@@ -75,33 +75,23 @@ __device__ __forceinline__ Quad exp2_quad(Quad x) {
   return {exp2_pair(x.left), exp2_pair(x.right)};
 }
 
-/// A thread's four columns of its warpgroup's 64 channels and four tokens: two neighbours of each
-/// block, for those of block 0 are written twice.
+/// A thread's four columns of its warpgroup's 64 channels and four tokens.
 template <class Io, int K>
 struct KeyWriter {
   static constexpr int kTokens = 4;
 
   GradShared<Io, K>& shared;
   int group;
-  int column;     ///< of the 64
-  int first_row;  ///< of either block
+  int column;  ///< of the 64
+  int first_row;
+  int block;
 
   __device__ explicit KeyWriter(GradShared<Io, K>& memory) : shared(memory) {
     const int tid = thread_index();
     group = tid / 128;
     column = tid % 16 * 4;
-    first_row = tid % 128 / 16 * 2;
-  }
-
-  static constexpr __device__ int block_of(int t) { return t / 2; }
-  __device__ __forceinline__ int row_of(int t) const {
-    return first_row + t % 2 + kBlock * block_of(t);
-  }
-  /// Where token t's columns stand in a panel of which its block begins at row `from`.
-  __device__ __forceinline__ uint32_t place_of(int from, int t) const {
-    // first_row is even: its neighbour's units are permuted by one bit more.
-    const uint32_t place = unit_offset(first_row, column / 8) + column % 8 * 2;
-    return (place ^ (t % 2 << 4)) + static_cast<uint32_t>((from + t % 2) * kPanelRowBytes);
+    first_row = tid % 128 / 16 * kTokens;
+    block = first_row / kBlock;
   }
 
   __device__ __forceinline__ KeyTiles& tiles() const { return shared.intra.keys[group]; }
@@ -113,11 +103,14 @@ struct KeyWriter {
     const uint2 x = *reinterpret_cast<const uint2*>(row + 64 * group + column);
     return {unpack<Io>(x.x), unpack<Io>(x.y)};
   }
-  /// Both terms of token t of this thread, whose block begins at row `from` of a tile.
+  /// Both terms of row t of this thread, from row `from` of a tile on.
   template <int BYTES>
   __device__ __forceinline__ void put(unsigned char (&tile)[2][BYTES], int from, int t,
                                       Quad x) const {
-    unsigned char* const to = tile[0] + place_of(from, t);
+    // The first of this thread's rows is the first or fifth of its eight: the others' units are
+    // permuted further.
+    const uint32_t place = unit_offset(first_row, column / 8) + column % 8 * 2;
+    unsigned char* const to = tile[0] + (from + t) * kPanelRowBytes + (place ^ (t << 4));
     *reinterpret_cast<uint2*>(to) =
         uint2{pack<Bf16>(x.left.x, x.left.y), pack<Bf16>(x.right.x, x.right.y)};
     const Quad rest{rest_of(x.left), rest_of(x.right)};
@@ -129,39 +122,34 @@ struct KeyWriter {
   __device__ __forceinline__ void put_columns() const {
     constexpr float kNothing = -1e30f;  // 2^ it is 0
     const Quad next = G(kBlock);
-    Quad firsts[2] = {G(0), next};
-#pragma unroll
-    for (int block = 0; block < 2; ++block) {
-      Quad& first = firsts[block];
-      const Quad range = first - G(block * kBlock + kBlock - 1);
-      if (range.left.x > kFarRow) first.left.x = kNothing;
-      if (range.left.y > kFarRow) first.left.y = kNothing;
-      if (range.right.x > kFarRow) first.right.x = kNothing;
-      if (range.right.y > kFarRow) first.right.y = kNothing;
-    }
+    Quad first = G(block * kBlock);
+    const Quad range = first - G(block * kBlock + kBlock - 1);
+    if (range.left.x > kFarRow) first.left.x = kNothing;
+    if (range.left.y > kFarRow) first.left.y = kNothing;
+    if (range.right.x > kFarRow) first.right.x = kNothing;
+    if (range.right.y > kFarRow) first.right.y = kNothing;
     Quad keys[kTokens];  // no read moves across a write to shared memory
     Quad decays[kTokens];
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
-      const int row = row_of(t);
+      const int row = first_row + t;
       keys[t] = quad_of(shared.k[row]) * shared.norm[1][row];
       decays[t] = G(row);
     }
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
-      const int block = block_of(t);
-      put(tiles().columns, 2 * kBlock * block, t, keys[t] * exp2_quad(firsts[block] - decays[t]));
+      put(tiles().columns, block * kBlock, t, keys[t] * exp2_quad(first - decays[t]));
       if (block == 0) put(tiles().columns, kBlock, t, keys[t] * exp2_quad(next - decays[t]));
     }
   }
 
   /// The rows' operands of the thread's tokens: [q, beta k][larger, rest][token].
   __device__ __forceinline__ void make_rows(uint2 (&x)[2][2][kTokens]) const {
-    const Quad firsts[2] = {G(0), G(kBlock)};
+    const Quad first = G(block * kBlock);
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
-      const int row = row_of(t);
-      const Quad up = exp2_quad(G(row) - firsts[block_of(t)]);
+      const int row = first_row + t;
+      const Quad up = exp2_quad(G(row) - first);
       const Quad q = quad_of(shared.q[row]) * (up * shared.norm[0][row]);
       const Quad k = quad_of(shared.k[row]) * (up * (shared.norm[1][row] * shared.beta[row]));
       x[0][0][t] = packed(q);
@@ -171,14 +159,15 @@ struct KeyWriter {
     }
   }
   __device__ __forceinline__ void put_rows(const uint2 (&x)[2][2][kTokens]) const {
+    const uint32_t place = unit_offset(first_row, column / 8) + column % 8 * 2;
 #pragma unroll
     for (int which = 0; which < 2; ++which) {
 #pragma unroll
       for (int term = 0; term < 2; ++term) {
 #pragma unroll
         for (int t = 0; t < kTokens; ++t) {
-          const int from = which * kChunk + kBlock * block_of(t);
-          *reinterpret_cast<uint2*>(tiles().rows[term] + place_of(from, t)) = x[which][term][t];
+          *reinterpret_cast<uint2*>(tiles().rows[term] + (which * kChunk + t) * kPanelRowBytes +
+                                    (place ^ (t << 4))) = x[which][term][t];
         }
       }
     }
