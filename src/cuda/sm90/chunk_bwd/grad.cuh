@@ -24,10 +24,10 @@
 // Shared memory, bytes, K = 128:
 //   tiles of h, dh, [do; R], v       45056   later operands of the intra part and of the pair
 //   v_new of both chunks              8192   later [dP; dL]
-//   G, fp32                          16896   later the steps of dg, then dg
-//   q, k                             17408   later staging of dq, dk
+//   G, fp32                          16896   later the steps of dg
+//   q, k                             17408   later dq, dk
 //   raw g, room for fp32             17408
-//   sums, scalars, work items        10224
+//   sums, scalars, work items        10176
 //
 // Barriers: `states_full`, an mbarrier, for h and dh; `update_full` for the earlier chunk's kg and
 // decay; named barriers 1 + g within warpgroup g, around the change of its intra operands;
@@ -325,10 +325,14 @@ struct GradBlock {
     ptx::fence_proxy_async(ptx::space_shared);
     finish.cross.sync_group();
     if (work.crosses) finish.cross.leave_keys();
+    float dkg[2][8] = {};  // what the later chunk left arrives under the products
+    if (work.carries) finish.cross.template take_dkg<0>(dkg[0]);
     float x[24];
     multiply_columns(x);
     float W[16];
-    finish.combine_all(sums.S, sums.dkx, x, W);
+    finish.template combine_block<0>(sums.S, sums.dkx, x, dkg[0], W);
+    if (work.carries) finish.cross.template take_dkg<1>(dkg[1]);
+    finish.template combine_block<1>(sums.S, sums.dkx, x, dkg[1], W);
     __syncthreads();
     if (next.chunk.rows > 0) load_value_tiles(shared, p, next, 0);
     commit_copies();

@@ -75,11 +75,10 @@ struct GradFinish {
   /// exact, and kg of the chunk before is rounded alike in both.
   template <int BLOCK>
   __device__ __forceinline__ void combine_block(float (&S)[32], float (&dkx)[32],
-                                                const float (&x)[24], float (&W)[16]) const {
+                                                const float (&x)[24], float (&dkg)[8],
+                                                float (&W)[16]) const {
     const ChannelGate gate[2] = {gate_of(0), gate_of(1)};
     float sums[3][4] = {};
-    float dkg[8] = {};
-    if (work.carries) cross.template take_dkg<BLOCK>(dkg);
     const auto each = [](auto f) { GradLane::each<2 * BLOCK, 2 * BLOCK + 2>(f); };
     constexpr uint32_t kTileBytes = BLOCK * kBlock * Traits::kStride * sizeof(Io);
     const Fragment q(tile_row(shared.q) + kTileBytes);
@@ -302,15 +301,7 @@ struct GradFinish {
     }
   }
 
-  /// S with the intra products on it, dkx and x as the products left them: S -> [dq | dk], dkx ->
-  /// k . dkx, W. The last reader of the operands.
-  __device__ __forceinline__ void combine_all(float (&S)[32], float (&dkx)[32],
-                                              const float (&x)[24], float (&W)[16]) const {
-    combine_block<0>(S, dkx, x, W);
-    combine_block<1>(S, dkx, x, W);
-  }
-
-  /// What combine_all left, once every warp has.
+  /// What combine_block left, once every warp has.
   template <int GATE>
   __device__ __forceinline__ void store_all(float (&S)[32], const float (&dkx)[32],
                                             const float (&W)[16]) const {

@@ -197,7 +197,7 @@ struct GradShared {
   float norm[2][kChunk];            ///< 1 / |q|, 1 / |k|
   alignas(8) uint64_t states_full;  ///< tiles of h and dh have landed
   uint64_t update_full;             ///< kg and decay_before have
-  RowSource sources[kGradRows];     ///< GradLaunchParams::rows
+  RowSource sources[kGradRows];     ///< of GradLaunchParams::rows
   GradWork work[2];                 ///< this item and the next: in registers they would be too many
   [[no_unique_address]] GradExtra<Io, K> extra;
 };
