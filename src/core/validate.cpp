@@ -82,15 +82,15 @@ Status check_sizes(const Problem& problem) {
 }
 
 /// What is not in fp64 is computed in fp32: a number beyond its range would be infinite there.
-Status check_number(const Problem& problem, std::string_view name, double value,
-                    std::string_view expected) {
+Status check_scale(const Problem& problem) {
+  const double scale = problem.scale.value_or(1);
   const bool in_fp64 =
       std::any_of(problem.tensors.begin(), problem.tensors.end(),
                   [](const TensorLayout& layout) { return layout.dtype == DType::kF64; });
   constexpr double kLargest = std::numeric_limits<float>::max();
-  if (std::isfinite(value) && (in_fp64 || std::abs(value) <= kLargest)) return {};
-  return invalid("{}: found {}, expected {}{}", name, value, expected,
-                 std::isfinite(value) ? " in the range of fp32, since no tensor is fp64" : "");
+  if (std::isfinite(scale) && (in_fp64 || std::abs(scale) <= kLargest)) return {};
+  return invalid("scale: found {}, expected a finite number{}", scale,
+                 std::isfinite(scale) ? " in the range of fp32, since no tensor is fp64" : "");
 }
 
 Status check_gate(const Problem& problem) {
@@ -105,12 +105,11 @@ Status check_gate(const Problem& problem) {
                      static_cast<int32_t>(problem.gate));
   }
   if (problem.gate == Gate::kLowerBound) {
-    constexpr std::string_view kExpected = "a finite number below 0";
-    if (problem.lower_bound >= 0) {
-      return invalid("lower_bound: found {}, expected {}", problem.lower_bound, kExpected);
+    // Beyond the range of fp32 too: gates that far are infinite, which all rows take.
+    if (!std::isfinite(problem.lower_bound) || problem.lower_bound >= 0) {
+      return invalid("lower_bound: found {}, expected a finite number below 0",
+                     problem.lower_bound);
     }
-    Status status = check_number(problem, "lower_bound", problem.lower_bound, kExpected);
-    if (!status.ok()) return status;
   } else if (problem.lower_bound != 0) {
     return invalid("lower_bound: found {} with gate {}, expected it only with gate lower_bound",
                    problem.lower_bound, name_of(problem.gate));
@@ -139,10 +138,7 @@ Status check_options(const Problem& problem) {
   if (problem.chunk_size != 64 && problem.chunk_size != 32) {
     return invalid("chunk_size: found {}, expected 64 or 32", problem.chunk_size);
   }
-  if (problem.scale) {
-    Status status = check_number(problem, "scale", *problem.scale, "a finite number");
-    if (!status.ok()) return status;
-  }
+  if (Status status = check_scale(problem); !status.ok()) return status;
   if (is_stage(problem.operation)) {
     if (problem.qk_l2norm || problem.beta_sigmoid) {
       return invalid(

@@ -158,6 +158,9 @@ TEST_F(Safetensors, MessagesAreOneLineAndNameTheTensor) {
            Bad{R"({"x":{"dtype":"F32","shape":[4611686018427387904,8],"data_offsets":[0,4]}})",
                "more than 2^64"},
            Bad{R"({"x":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"x":{}})", "twice"},
+           Bad{R"({"x":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},)"
+               R"("y":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}})",
+               "y: found data from byte 0, expected 4 (it overlaps"},
            Bad{R"({"x":[[[[]]]]})", "nested deeper"},
        }) {
     Result<TensorFile> read = parse(bad.header, std::string(4, '\0'));

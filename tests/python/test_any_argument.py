@@ -81,31 +81,50 @@ def inputs(packed):
     return {**x, "cu_seqlens": np.array([0, 5])} if packed else x
 
 
-@pytest.fixture(params=["numpy", "torch", "meta", "cuda"])
+def kind_of_torch(torch, device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    values = values_of_torch(torch)
+    tensors = [x for x in values if isinstance(x, torch.Tensor)]
+    there = [x.to(device) for x in tensors if not (x.is_meta or x.is_quantized or x.is_nested)]
+    return lambda x: torch.from_numpy(x).to(device), values + (there if device != "cpu" else [])
+
+
+def kind_of_arrays(name):
+    package = pytest.importorskip(name, reason=f"{name} is not installed")
+    if name == "numpy":
+        return np.asarray, []
+    if name == "cupy":
+        if not package.is_available():
+            pytest.skip("no CUDA device")
+        put = package.asarray
+    else:
+        host = package.devices("cpu")[0]
+
+        def put(x):
+            return package.device_put(x, host)
+
+    like = (np.float32(1), np.ones(2, bool), np.ones((1, 5, 1, 4), np.int32),
+            np.zeros((1,) * 5, np.float32), np.zeros((0,) * 4, np.float32), np.ones(3, np.float16))
+    return put, [put(x) for x in like]
+
+
+@pytest.fixture(params=["numpy", "jax", "cupy", "torch", "meta", "cuda"])
 def kind(request, monkeypatch):
-    """Inputs, and what may stand in their place. Calls that would leave for
-    flash-linear-attention say so."""
+    """What puts an array of NumPy there, and what may stand in its place. Calls that would leave
+    for flash-linear-attention say so."""
     def leaves(function, reason, *how):
         raise native_kda.UnsupportedError(f"{function}: {reason}")
 
     monkeypatch.setattr(native_kda.ops, "_to_fla", leaves)
-    if request.param == "numpy":
-        yield inputs, plain_values()
+    if request.param in ("numpy", "jax", "cupy"):
+        put, values = kind_of_arrays(request.param)
+        yield put, plain_values() + values
         return
     torch = request.getfixturevalue("torch")
-
-    device = "cpu" if request.param == "torch" else request.param
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-
-    def make(packed):
-        return {name: torch.from_numpy(x).to(device) for name, x in inputs(packed).items()}
-
-    values = values_of_torch(torch)
-    tensors = [x for x in values if isinstance(x, torch.Tensor)]
-    there = [x.to(device) for x in tensors if not (x.is_meta or x.is_quantized or x.is_nested)]
-    yield make, plain_values() + values + (there if device != "cpu" else [])
-    if device == "cuda":
+    put, values = kind_of_torch(torch, "cpu" if request.param == "torch" else request.param)
+    yield put, plain_values() + values
+    if request.param == "cuda":
         torch.cuda.synchronize()
 
 
@@ -123,21 +142,29 @@ def outcome(function, call):
 
 def is_trusted(name, value):
     """On a GPU what is an index in kind is taken at its word."""
-    indices = ("cu_seqlens", "state_indices", "num_accepted")
-    return name in indices and getattr(value, "is_cuda", False) and not value.is_floating_point()
+    if name not in ("cu_seqlens", "state_indices", "num_accepted"):
+        return False
+    on_gpu = getattr(value, "is_cuda", False) or type(value).__module__.startswith("cupy")
+    return on_gpu and str(value.dtype).removeprefix("torch.") in ("int32", "int64")
 
 
-def calls(make, values, names):
+def make(put, packed):
+    return {name: put(x) for name, x in inputs(packed).items()}
+
+
+def calls(kind, names):
     """Each value at each place, and some two at once."""
+    put, values = kind
+    plain, packed = make(put, False), make(put, True)
     for name in names:
         for value in values:
             if not is_trusted(name, value):
-                yield {**make(name.startswith("cu_seqlens")), **FLAGS, name: value}
+                yield {**(packed if name.startswith("cu_seqlens") else plain), **FLAGS, name: value}
     rng = random.Random(5)
     for _ in range(300):
         odd = {rng.choice(names): rng.choice(values) for _ in range(2)}
         if not any(is_trusted(*item) for item in odd.items()):
-            yield {**make(rng.random() < 0.5), **FLAGS, **odd}
+            yield {**(packed if rng.random() < 0.5 else plain), **FLAGS, **odd}
 
 
 def argument_of(text):
@@ -157,8 +184,7 @@ def agree(call):
 
 
 def test_chunk_kda_and_is_supported(kind):
-    make, values = kind
-    for call in calls(make, values, (*TENSORS, *OPTIONS, *OF_CHUNK)):
+    for call in calls(kind, (*TENSORS, *OPTIONS, *OF_CHUNK)):
         if "backend" in call and isinstance(call["backend"], str) and call["backend"] == "fla":
             continue
         agree(call)
@@ -166,11 +192,10 @@ def test_chunk_kda_and_is_supported(kind):
 
 def test_intermediate_states(kind):
     """With lengths on the host, of which is_supported reads the kind alone."""
-    make, values = kind
     names = (*TENSORS, "cu_seqlens_cpu")
     with_states = dict(return_intermediate_states=True)
     torch = native_kda._calls._torch_tensor is not None and pytest.importorskip("torch")
-    for call in calls(make, values, names):
+    for call in calls(kind, names):
         if torch:
             with torch.inference_mode():
                 agree({**call, **with_states})
@@ -179,25 +204,24 @@ def test_intermediate_states(kind):
 
 
 def test_decoding(kind):
-    make, values = kind
     for in_place in (False, True):
         names = (*TENSORS, *OPTIONS, "state_indices", "num_accepted", "in_place")
-        for call in calls(make, values, names):
+        for call in calls(kind, names):
             outcome(native_kda.fused_recurrent_kda, {"in_place": in_place, **call})
 
 
 def test_backward(kind):
-    make, values = kind
     names = (*TENSORS, *OPTIONS, *OF_CHUNK, "do", "dfinal_state", "wanted")
-    for call in calls(make, values, names):
-        outcome(native_kda.chunk_kda_backward, {"do": make(False)["v"], **call})
+    do = kind[0](inputs(False)["v"])
+    for call in calls(kind, names):
+        outcome(native_kda.chunk_kda_backward, {"do": do, **call})
 
 
 def test_is_supported_with_gradients(kind):
-    make, values = kind
-    for value in values:
-        outcome(native_kda.is_supported, {**make(False), **FLAGS, "backward": value})
-    for call in calls(make, values, ("q", "v", "initial_state", "chunk_size")):
+    x = make(kind[0], False)
+    for value in kind[1]:
+        outcome(native_kda.is_supported, {**x, **FLAGS, "backward": value})
+    for call in calls(kind, ("q", "v", "initial_state", "chunk_size")):
         outcome(native_kda.is_supported, {**call, "backward": True})
 
 
@@ -221,13 +245,9 @@ def calls_of_stages():
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_stages(kind, stage):
-    make, values = kind
+    put, values = kind
     function, call = getattr(stages, stage), calls_of_stages()[stage]
-    q = make(False)["q"]
-    if not isinstance(q, np.ndarray):
-        torch = pytest.importorskip("torch")
-        call = {n: torch.from_numpy(x).to(q.device) if isinstance(x, np.ndarray) else x
-                for n, x in call.items()}
+    call = {n: put(x) if isinstance(x, np.ndarray) else x for n, x in call.items()}
     assert outcome(function, call) is None
     names = tuple(inspect.signature(function).parameters)
     for name in names:

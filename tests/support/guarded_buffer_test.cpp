@@ -45,6 +45,8 @@ TEST(GuardedBuffer, SeesUnwrittenElements) {
   HostTensor zeros(DType::kF32, {2, 3});
   buffer.load(zeros);
   EXPECT_EQ(buffer.unwritten(), -1);
+  std::memset(buffer.address(), 0xFF, sizeof(float) - 1);
+  EXPECT_EQ(buffer.unwritten(), -1) << "a value with bytes of the fill";
   std::memset(buffer.address() + 6 * sizeof(float), 0xFF, sizeof(float));
   EXPECT_EQ(buffer.unwritten(), 4);
   buffer.poison();

@@ -160,13 +160,6 @@ const std::vector<Refusal> kOptions = {
      forward,
      [](Problem& p) { p.scale = -1e40; },
      {"scale", "found -1e+40", "expected a finite number in the range of fp32"}},
-    {"LowerBoundBeyondFp32",
-     forward,
-     [](Problem& p) {
-       p.gate = Gate::kLowerBound;
-       p.lower_bound = -1e40;
-     },
-     {"lower_bound", "found -1e+40", "below 0 in the range of fp32"}},
     {"SoftplusWithoutALog",
      forward,
      [](Problem& p) { p.gate = Gate::kSoftplus; },

@@ -16,6 +16,15 @@ __device__ __forceinline__ void copy_async_16(uint32_t shared, const void* globa
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 
+/// The same of what is needed once: L2 gives its place away first.
+__device__ __forceinline__ void copy_async_16_once(uint32_t shared, const void* global) {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared),
+               "l"(global), "l"(policy)
+               : "memory");
+}
+
 /// 16 bytes, or 16 zeros where `valid` is false; both addresses aligned to 16.
 __device__ __forceinline__ void copy_async_16_or_zero(uint32_t shared, const void* global,
                                                       bool valid) {

@@ -73,18 +73,18 @@ __device__ __forceinline__ float (&part_of(float* x))[N] {
   asm volatile(                                                                                \
       "{.reg .pred p; setp.ne.b32 p, %21, 0;\n"                                                \
       "wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type " " KDA_WGMMA_D32            \
-      ", {%16, %17, %18, %19}, %20, p, 1, 1, %22;}"                                            \
+      ", {%16, %17, %18, %19}, %20, p, %23, 1, %22;}"                                          \
       : KDA_WGMMA_OUT32                                                                        \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)), \
-        "n"(kMajor))
+        "n"(kMajor), "n"(kSign))
 #define KDA_WGMMA_RS64(type)                                                                   \
   asm volatile(                                                                                \
       "{.reg .pred p; setp.ne.b32 p, %37, 0;\n"                                                \
       "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " " KDA_WGMMA_D64            \
-      ", {%32, %33, %34, %35}, %36, p, 1, 1, %38;}"                                            \
+      ", {%32, %33, %34, %35}, %36, p, %39, 1, %38;}"                                          \
       : KDA_WGMMA_OUT64                                                                        \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)), \
-        "n"(kMajor))
+        "n"(kMajor), "n"(kSign))
 #define KDA_WGMMA_SS16(type)                                                        \
   asm volatile(                                                                     \
       "{.reg .pred p; setp.ne.b32 p, %10, 0;\n"                                     \
@@ -110,13 +110,14 @@ __device__ __forceinline__ float (&part_of(float* x))[N] {
   asm volatile(                                                                                \
       "{.reg .pred p; setp.ne.b32 p, %69, 0;\n"                                                \
       "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " " KDA_WGMMA_D128          \
-      ", {%64, %65, %66, %67}, %68, p, 1, 1, %70;}"                                            \
+      ", {%64, %65, %66, %67}, %68, p, %71, 1, %70;}"                                          \
       : KDA_WGMMA_OUT128                                                                       \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)), \
-        "n"(kMajor))
+        "n"(kMajor), "n"(kSign))
 
-/// D += A B, or D = A B without `accumulate`. A: 4 registers of packed pairs; B: descriptor.
-template <class T16, Major kB>
+/// D += kSign A B, or D = kSign A B without `accumulate`. A: 4 registers of packed pairs; B:
+/// descriptor; kSign: 1 or -1.
+template <class T16, Major kB, int kSign = 1>
 __device__ __forceinline__ void wgmma_rs(float (&d)[16], const uint32_t* a, uint64_t b,
                                          bool accumulate) {
   constexpr int kMajor = static_cast<int>(kB);
@@ -127,8 +128,9 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[16], const uint32_t* a, uint
   }
 }
 
-/// D += A B, or D = A B without `accumulate`. A: 4 registers of packed pairs; B: descriptor.
-template <class T16, Major kB>
+/// D += kSign A B, or D = kSign A B without `accumulate`. A: 4 registers of packed pairs; B:
+/// descriptor; kSign: 1 or -1.
+template <class T16, Major kB, int kSign = 1>
 __device__ __forceinline__ void wgmma_rs(float (&d)[32], const uint32_t* a, uint64_t b,
                                          bool accumulate) {
   constexpr int kMajor = static_cast<int>(kB);
@@ -175,8 +177,9 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[32], uint64_t a, uint64_t b,
   }
 }
 
-/// D += A B, or D = A B without `accumulate`. A: 4 registers of packed pairs; B: descriptor.
-template <class T16, Major kB>
+/// D += kSign A B, or D = kSign A B without `accumulate`. A: 4 registers of packed pairs; B:
+/// descriptor; kSign: 1 or -1.
+template <class T16, Major kB, int kSign = 1>
 __device__ __forceinline__ void wgmma_rs(float (&d)[64], const uint32_t* a, uint64_t b,
                                          bool accumulate) {
   constexpr int kMajor = static_cast<int>(kB);

@@ -33,17 +33,23 @@ constexpr int32_t kKeptSegment = 512;
 
 DType io_of(const Problem& problem) { return problem[kQ].dtype; }
 
-/// scale = mantissa * factor, 1 <= |mantissa| < 2, factor a power of two, or 0.
+/// scale = mantissa * factor, factor a power of two, or 0. Multiplying do by the factor costs the
+/// reverse scan instructions: in bf16, which has the range, it is 1 for common scales; else
+/// 1 <= |mantissa| < 2.
 struct Scale {
   float mantissa;
   float factor;
   int exponent;
 };
 
-Scale split(double scale) {
+Scale split(double scale, DType io) {
+  constexpr int kCommon = 8;
   if (scale == 0) return {1, 0, 0};
   int exponent = 0;
   const double half = std::frexp(scale, &exponent);
+  if (io == DType::kBF16 && std::abs(exponent) <= kCommon) {
+    return {static_cast<float>(scale), 1, exponent - 1};
+  }
   return {static_cast<float>(2 * half), std::ldexp(1.0f, exponent - 1), exponent - 1};
 }
 
@@ -117,7 +123,7 @@ ScanParams rescan_params(Pipeline& run, const PrepParams& prep, GradParams& grad
 /// R and dh.
 ScanParams reverse_params(Pipeline& run, const PrepParams& prep, GradParams& grad) {
   const Sizes& s = run.problem().sizes;
-  const Scale scale = split(run.scale());
+  const Scale scale = split(run.scale(), io_of(run.problem()));
   ScanParams scan = scan_params(prep, grad);
   const int64_t rows = scan.h_row_count;
   scan.v = run[kDo];
@@ -142,9 +148,9 @@ void walk(Pipeline& run, const PrepParams& prep, GradParams& grad) {
   const bool kept = keeps_h(run.problem());
   const BackwardScans kernels = scans_of(run.problem());
   const ScanLaunch rescan{"sm90_chunk_bwd_rescan", rescan_params(run, prep, grad), kernels.rescan,
-                          kept};
+                          kept, true};
   const ScanLaunch reverse{"sm90_chunk_bwd_reverse_scan", reverse_params(run, prep, grad),
-                           kernels.reverse, !kept};
+                           kernels.reverse, !kept, true};
   run(launch_scan, kept ? reverse : rescan);
   run(launch_scan, kept ? rescan : reverse);
 }
@@ -219,7 +225,7 @@ std::string obstacle_of(const Problem& problem) {
     return obstacle;
   }
   const double scale = problem.effective_scale();
-  if (!std::isfinite(scale) || std::abs(split(scale).exponent) > kMostExponent) {
+  if (!std::isfinite(scale) || std::abs(split(scale, io_of(problem)).exponent) > kMostExponent) {
     return fmt::format("scale = {} (0 or 2^-{} to 2^{} in size)", scale, kMostExponent,
                        kMostExponent);
   }

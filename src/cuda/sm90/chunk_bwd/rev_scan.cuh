@@ -1,10 +1,11 @@
 // rev_scan: the chunks of one sequence, value head and 64 or 128 columns of V from the last to the
 // first; records and do -> dh / m, R / m and the gradient of the initial state.
 //
-// The scale is m 2^e with 1 <= |m| < 2. Everything is linear in (do, dfinal_state), so the walk
-// multiplies do by 2^e, which is exact in bf16, starts from dfinal_state / m, and m comes back
-// where the results are used. In fp16 the power of two moves with the walk (rev_unit.cuh), and each
-// chunk and 64 columns leave m times their unit beside dh and R.
+// The scale is m 2^e; in bf16 e = 0 for common scales, else 1 <= |m| < 2. Everything is linear in
+// (do, dfinal_state), so the walk multiplies do by 2^e, which is exact in bf16, starts from
+// dfinal_state / m, and m comes back where the results are used. In fp16 the power of two moves
+// with the walk (rev_unit.cuh), and each chunk and 64 columns leave m times their unit beside dh
+// and R.
 //
 // Grid, warps, shared memory and barriers are those of scan.cuh. A consumer keeps D^T [64 v x K k]
 // in fp32 accumulators. Per chunk, in the record's letters, do already times 2^e:
@@ -31,7 +32,9 @@ struct ReverseConsumer : ForwardConsumer<IoType, HeadSize, Walk::kReverse> {
   __device__ __forceinline__ void load_do(uint32_t (&x)[8], const StagePosition& position,
                                           int32_t chunk) const {
     this->load_tokens(x, position, chunk);
-    if constexpr (!kHasUnit) multiply(x, this->p.scale);
+    if constexpr (!kHasUnit) {
+      if (this->p.scale != 1) multiply(x, this->p.scale);
+    }
   }
 
   static __device__ __forceinline__ void multiply(uint32_t (&x)[8], float factor) {
@@ -101,6 +104,9 @@ struct ReverseConsumer : ForwardConsumer<IoType, HeadSize, Walk::kReverse> {
     wgmma_rs<Io, Major::kOuter>(state, grad_o, qe.rows(0), true);
     wgmma_rs<Io, Major::kOuter>(state, grad_o + 4, qe.rows(1), true);
     wgmma_commit();
+    // Asked under the products, for an answer takes as long.
+    const Phase staging_free = this->o_free(c, 0);
+    const bool is_staging_free = is_over(staging_free);
     wgmma_wait<1>();
     uint32_t R[8];
     uint32_t y[8];
@@ -108,12 +114,13 @@ struct ReverseConsumer : ForwardConsumer<IoType, HeadSize, Walk::kReverse> {
     for (int i = 0; i < 8; ++i) {
       const float2 beta = this->beta_of(record, i);
       R[i] = pack<Io>(Y[2 * i], Y[2 * i + 1]);
-      y[i] = pack<Io>(-beta.x * Y[2 * i], -beta.y * Y[2 * i + 1]);
+      y[i] = pack<Io>(beta.x * Y[2 * i], beta.y * Y[2 * i + 1]);
     }
     wgmma_fence();
-    wgmma_rs<Io, Major::kOuter>(state, y, ke.rows(0), true);
-    wgmma_rs<Io, Major::kOuter>(state, y + 4, ke.rows(1), true);
+    wgmma_rs<Io, Major::kOuter, -1>(state, y, ke.rows(0), true);
+    wgmma_rs<Io, Major::kOuter, -1>(state, y + 4, ke.rows(1), true);
     wgmma_commit();
+    if (!is_staging_free) wait_for(staging_free);
     this->store_o(R, c, 0);
     this->store_h(dh, c, 0);
     wgmma_wait<1>();  // that of qe has read grad_o

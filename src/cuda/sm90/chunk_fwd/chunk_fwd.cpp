@@ -40,6 +40,14 @@ int32_t prep_blocks_an_sm(const PrepParams& p) {
   return std::min(kPrepBlocksPerSm, static_cast<int32_t>(kSharedBytes / bytes));
 }
 
+/// Blocks of prep that walk over its items, all at once on the GPU; 0: one an item. S1: 0.384 ms
+/// instead of 0.401; with given gates one an item is faster, 0.348 to 0.369. bf16 alone: of it an
+/// SM holds five blocks, of fp16 two; with three those of bf16 are slower, 0.445 to 0.401.
+int32_t walking_blocks(const Problem& problem, const PrepParams& prep) {
+  if (problem[kQ].dtype != DType::kBF16 || problem.gate == Gate::kNone) return 0;
+  return sm_count() * prep_blocks_an_sm(prep);
+}
+
 }  // namespace
 
 Status launch_prep(const PrepParams& params, bool, cudaStream_t stream) {
@@ -47,14 +55,18 @@ Status launch_prep(const PrepParams& params, bool, cudaStream_t stream) {
   const ChunkForwardKernels kernels = kernels_of(p);
   const int64_t items = p.sequences.chunk_rows * p.heads.HV;
   int64_t blocks = p.blocks > 0 ? std::min<int64_t>(p.blocks, items) : items;
-  if (p.ready != nullptr) {
+  const bool beside = p.ready != nullptr;
+  if (beside) {
     p.counters = p.ready + items;
     blocks = p.room.blocks;
-    const auto words = static_cast<std::size_t>(items + kPrepCounters);
-    const cudaError_t error = cudaMemsetAsync(p.ready, 0, words * sizeof(uint32_t), stream);
-    if (error != cudaSuccess) return device_error("flags of sm90_chunk_fwd_prep", error);
+    // A kernel and not a memset: prep starts beside it.
+    const ClearParams clear{p.ready, items + kPrepCounters};
+    const int64_t clear_blocks = (clear.count + kClearThreads - 1) / kClearThreads;
+    Status status = launch({"sm90_chunk_fwd_clear", clear_blocks, kClearThreads}, clear_kernel(),
+                           clear, stream);
+    if (!status.ok()) return status;
   }
-  return launch({"sm90_chunk_fwd_prep", blocks, kPrepThreads, kernels.prep_shared_bytes},
+  return launch({"sm90_chunk_fwd_prep", blocks, kPrepThreads, kernels.prep_shared_bytes, beside},
                 kernels.prep, p, stream);
 }
 
@@ -85,7 +97,6 @@ Status launch_scan(const ScanLaunch& scan, bool, cudaStream_t stream) {
   s.K = p.heads.K;
   s.V = p.heads.V;
   Status status = make_tensor_map(p.v_map, scan.name, p.v, token_map(p.v, s));
-  if (status.ok()) status = make_tensor_map(p.o_map, scan.name, p.o, token_map(p.o, s));
   if (status.ok() && p.h.data != nullptr) {
     status = make_tensor_map(p.h_map, scan.name, p.h, checkpoint_map(p.h, s, p.h_row_count));
   }
@@ -134,7 +145,8 @@ PrepParams prep_params(Pipeline& run, bool split_beta) {
 }
 
 PrepParams prepare_records(Pipeline& run, bool split_beta) {
-  const PrepParams prep = prep_params(run, split_beta);
+  PrepParams prep = prep_params(run, split_beta);
+  prep.blocks = walking_blocks(run.problem(), prep);
   run(launch_prep, prep);
   return prep;
 }
@@ -190,9 +202,7 @@ void forward_in_segments(Pipeline& run, int32_t segment) {
       run.bytes(prep.sequences.chunk_rows * prep.heads.HV + kPrepCounters, sizeof(uint32_t)));
   const int32_t sms = sm_count();
   const int64_t heads = prep.sequences.count * prep.heads.HV;
-  // bf16 alone: of it an SM holds five blocks of prep, of fp16 two. With three the walk of bf16 is
-  // slower than one block an item, 0.445 ms to 0.401 (S1).
-  const bool bf16 = problem[kQ].dtype == DType::kBF16;
+  const bool bf16 = problem[kQ].dtype == DType::kBF16;  // of fp16 an SM holds two blocks of prep
   // Where prep takes all chunks at once, the first records are hardly earlier than the last.
   const int32_t at_once = sms * prep_blocks_an_sm(prep);
   const bool one_round = prep.sequences.chunk_rows * prep.heads.HV <= at_once;
@@ -201,9 +211,8 @@ void forward_in_segments(Pipeline& run, int32_t segment) {
     const int groups = scan_shape(heads, prep.heads.V, sms / 2).groups;
     prep.ready = ready;
     prep.room = prep_room(scan_blocks(heads, prep.heads.V, groups), sms, prep_blocks_an_sm(prep));
-  } else if (bf16 && problem.gate != Gate::kNone) {
-    // S1: 0.384 ms instead of 0.401; with given gates one block an item is faster, 0.348 to 0.369.
-    prep.blocks = at_once;
+  } else {
+    prep.blocks = walking_blocks(problem, prep);
   }
   run(launch_prep, prep);
 

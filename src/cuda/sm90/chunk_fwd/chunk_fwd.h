@@ -35,6 +35,12 @@ struct PrepParams {
   bool split_beta = false;  ///< `solve` without diag(beta), and beta beside it
 };
 
+/// Flags and counters before prep.
+struct ClearParams {
+  uint32_t* words = nullptr;
+  int64_t count = 0;
+};
+
 /// What a walk over the chunks of a sequence reads and writes.
 enum class Walk {
   kForward,  ///< v -> o, h, final_state
@@ -45,7 +51,7 @@ enum class Walk {
 };
 
 struct ScanParams {
-  CUtensorMap v_map, o_map, h_map;  ///< of v, o, h; launch_scan fills them and `shape`
+  CUtensorMap v_map, h_map;  ///< of v and h; launch_scan fills them and `shape`
   ScanShape shape;
   const std::byte* records = nullptr;
   const uint32_t* ready = nullptr;    ///< of each record, where prep may still be running

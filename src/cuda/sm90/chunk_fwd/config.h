@@ -48,6 +48,7 @@ inline constexpr int kPrepTickets = 0;  ///< items taken
 inline constexpr int kPrepStarted = 1;  ///< blocks
 inline constexpr int kPrepLeft = 2;     ///< blocks
 inline constexpr int kPrepCounters = 3;
+inline constexpr int kClearThreads = 256;
 
 /// A consumer warpgroup of `scan` holds 64 columns of V; one more warp loads.
 inline constexpr int kGroupColumns = 64;

@@ -23,8 +23,8 @@
 //
 // A scan may run beside and read records as they are finished (PrepParams::ready): the grid then
 // fills the GPU, and the blocks of the first SMs make room for it (PrepRoom); those of the others
-// begin by turns, for the scan waits for the first records. Flags and counters
-// are cleared ahead in the stream. The scan waits only for blocks that are running or done.
+// begin by turns, for the scan waits for the first records. Flags and counters are cleared by the
+// launch ahead, for which the blocks wait. The scan waits only for blocks that are running or done.
 //
 // Loops over tokens are rolled: unrolled, the code misses the instruction cache, which costs more
 // than the sums of gates in registers save (docs/kernels/chunk_fwd.md).
@@ -73,10 +73,11 @@ struct PrepBlock {
     const int rows = item.rows - first;
     const auto from = [&](int input) { return row_start(p, item, input, rows > 0 ? first : 0); };
     constexpr int kStride = Traits::kStride * 2;
+    const bool once = p.ready != nullptr;  // a scan reads the records soon
     copy_rows<2 * K>(reinterpret_cast<unsigned char*>(shared.rows.raw_q()[first]), kStride, from(0),
-                     p.q.stride[1] * 2, rows);
+                     p.q.stride[1] * 2, rows, once);
     copy_rows<2 * K>(reinterpret_cast<unsigned char*>(shared.rows.raw_k()[first]), kStride, from(1),
-                     p.k.stride[1] * 2, rows);
+                     p.k.stride[1] * 2, rows, once);
     load_gates(item);
   }
   __device__ __forceinline__ void load_gates(const PrepItem& item) const {
@@ -84,10 +85,11 @@ struct PrepBlock {
     const int rows = item.rows - first;
     const std::byte* const from = row_start(p, item, 2, rows > 0 ? first : 0);
     unsigned char* const to = shared.rows.decay[first];
+    const bool once = p.ready != nullptr;
     if (is_wide(p.gate.g)) {
-      copy_rows<4 * K>(to, Traits::kDecayBytes, from, p.gate.g.stride[1] * 4, rows);
+      copy_rows<4 * K>(to, Traits::kDecayBytes, from, p.gate.g.stride[1] * 4, rows, once);
     } else {
-      copy_rows<2 * K>(to + 2 * K, Traits::kDecayBytes, from, p.gate.g.stride[1] * 2, rows);
+      copy_rows<2 * K>(to + 2 * K, Traits::kDecayBytes, from, p.gate.g.stride[1] * 2, rows, once);
     }
     commit_copies();
   }

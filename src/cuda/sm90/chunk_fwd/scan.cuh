@@ -4,11 +4,11 @@
 // Grid: one block a (sequence or segment of it, value head, tile of columns), columns fastest, so
 // that the blocks of a head share its records in L2.
 //
-// Warps: `groups` consumer warpgroups of 64 columns each, one warp that loads, and for kForward one
-// a warpgroup that stores: with few heads time is that of a consumer's instructions. A consumer
-// keeps S^T [64 v x K k] in fp32 accumulators. Per chunk of 32 tokens, in the record's letters
-// (config.h), where ke = k 2^G, qe = q 2^G, kg = k 2^(G_end - G), T = (I + L)^-1 diag(beta),
-// P = scores:
+// Warps: `groups` consumer warpgroups of 64 columns each, one warp that loads, and one a warpgroup
+// that stores (kSummary: none): with few heads time is that of a consumer's instructions. A
+// consumer keeps S^T [64 v x K k] in fp32 accumulators. Per chunk of 32 tokens, in the record's
+// letters (config.h), where ke = k 2^G, qe = q 2^G, kg = k 2^(G_end - G), T = (I + L)^-1
+// diag(beta), P = scores:
 //   h^T = S^T packed to 16 bits                    the A operand of both reads, and the checkpoint
 //   Z^T = h^T ke^T, O^T = h^T qe^T                 wgmma m64n32, A from registers
 //   r^T = v^T - Z^T, v_new^T = r^T T^T             (4.16)
@@ -30,10 +30,9 @@
 //
 // Barriers, each per stage: `full`: the loading lane's arrival with the bytes of the record and of
 // v; consumers wait. `empty`: one arrival a consumer thread; the loading lane waits. For each
-// buffer of a staging that a warp stores: a named barrier where the consumers arrive and that warp
-// waits, and `o_free` or `h_free`, where its first lane arrives once the warp, or its copy of h,
-// has read it; consumers wait. Named barriers 1 + g: within consumer warpgroup g (staging without
-// storing warps).
+// buffer of a staging: a named barrier where the consumers arrive and the storing warp waits, and
+// `o_free` or `h_free`, where its first lane arrives once the warp, or its copy of h, has read it;
+// consumers wait. Named barriers 1 + g: within consumer warpgroup g (rev_unit.cuh).
 //
 // kForward takes v for finite: no instruction of a chunk looks. What is not finite would reach back
 // to earlier tokens of its chunk; but it also stays in the state, so a block whose last state is

@@ -39,6 +39,7 @@ struct ForwardConsumer {
   static constexpr int K = HeadSize;
   static constexpr Walk kWalk = kOwnWalk;
   static constexpr bool kHasO = kWalk == Walk::kForward;
+  static constexpr bool kStores = kHasStoringWarps<kWalk>;
   static constexpr bool kSplitBeta = kWalk == Walk::kRescan || kWalk == Walk::kReverse;
   static constexpr int kState = K / 2;  ///< accumulator registers of S^T
 
@@ -158,59 +159,48 @@ struct ForwardConsumer {
     return static_cast<uint32_t>(__cvta_generic_to_shared(panel)) + lines.offset(step);
   }
 
-  /// h^T packed, to the staging and on to the checkpoint. Without storing warps, what left the
-  /// staging before was waited for in store_o since.
+  /// h^T packed, to the staging.
   __device__ __forceinline__ void store_h(const uint32_t (&h)[kState / 2], int32_t chunk,
                                           int32_t before) const {
     if (!has_h<kWalk>(p, work, chunk)) return;
-    if constexpr (kHasStoringWarps<kWalk>) {
-      wait_for(h_free(chunk, before));
-    }
+    wait_for(h_free(chunk, before));
     unsigned char* const staging = memory.h(group);
 #pragma unroll
     for (int step = 0; step < K / 16; ++step) {
       stmatrix_transposed(panel_line(staging, step), h + 4 * step);
     }
     publish_to_async_proxy();
-    if constexpr (kHasStoringWarps<kWalk>) return barrier_arrive(h_barrier(group), kStoringThreads);
-    sync();
-    if (thread == 0) copy_h(p, work, group, chunk, staging);
+    barrier_arrive(h_barrier(group), kStoringThreads);
   }
 
   /// First of this warpgroup's columns of V.
   __device__ __forceinline__ int32_t column() const { return column_of(work, group); }
 
-  /// When the staging of o and h of a chunk is free; before: chunks of an earlier walk.
-  __device__ __forceinline__ Phase o_free(int32_t turn) const {
+  /// Chunks that this walk and an earlier one, of `before` chunks, took ahead of a chunk.
+  __device__ __forceinline__ int32_t turn_of(int32_t chunk, int32_t before) const {
+    return kWalk == Walk::kReverse ? work.chunks - 1 - chunk : before + chunk;
+  }
+
+  /// When the staging of o and h of a chunk is free.
+  __device__ __forceinline__ Phase o_free(int32_t chunk, int32_t before) const {
+    const int32_t turn = turn_of(chunk, before);
     return {&barriers.o_free[group][turn % 2], (turn / 2 & 1) ^ 1u};
   }
   __device__ __forceinline__ Phase h_free(int32_t chunk, int32_t before) const {
-    const int shift = h_shift(p);
-    const int32_t turn = ((before + shift) >> shift) + (chunk >> shift);
+    const int shift = h_shift<kWalk>(p);
+    const int32_t turn = kWalk == Walk::kReverse ? (work.chunks - chunk) >> shift
+                                                 : ((before + shift) >> shift) + (chunk >> shift);
     return {&barriers.h_free[group], (turn & 1) ^ 1u};
   }
 
-  /// Rows of o of a chunk, from registers to the staging, which is free, and on to memory. Without
-  /// storing warps the barrier that orders writing before reading also tells that the copies from
-  /// the other buffer are over.
+  /// Rows of o of a chunk, from registers to the staging, which is free.
   __device__ __forceinline__ void store_o(const uint32_t (&o)[8], int32_t chunk,
                                           int32_t before) const {
-    const int buffer = (before + chunk) % 2;
+    const int buffer = turn_of(chunk, before) % 2;
     unsigned char* const staging = memory.o(group, buffer);
     stmatrix_transposed(panel_line(staging, 0), o);
     stmatrix_transposed(panel_line(staging, 1), o + 4);
-    if constexpr (kHasStoringWarps<kWalk>) {
-      return barrier_arrive(o_barrier(group, buffer), kStoringThreads);
-    }
-    publish_to_async_proxy();
-    if (thread == 0) wait_for_copies_to_read();
-    sync();
-    const int rows = rows_of(work, chunk);
-    if (rows < kChunk) {
-      store_rows<Io>(p, work, group, chunk, staging, rows, thread);
-    } else if (thread == 0) {
-      copy_o(p, work, group, chunk, staging);
-    }
+    barrier_arrive(o_barrier(group, buffer), kStoringThreads);
   }
 
   /// Once a chunk's stage is full: its tile of v or do.
@@ -371,9 +361,9 @@ struct ForwardConsumer {
     // Asked under the product, for an answer takes as long.
     [[maybe_unused]] const Phase next_full{&barriers.full[next.stage], next.parity};
     const bool is_next_full = kHasO && goes_on && is_over(next_full);
-    const bool is_staging_free = kHasO && is_over(o_free(before + c));
+    const bool is_staging_free = kStores && is_over(o_free(c, before));
     wgmma_wait<0>();
-    if constexpr (kWalk != Walk::kSummary) store_h(h, c, before);
+    if constexpr (kHasO) store_h(h, c, before);
     uint32_t v_new[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) v_new[i] = pack<Io>(V[2 * i], V[2 * i + 1]);
@@ -391,7 +381,7 @@ struct ForwardConsumer {
         if (!is_next_full) wait_for(next_full);
         read_tokens<kPlain>(v, next.stage, c + 1);
       }
-      if (!is_staging_free) wait_for(o_free(before + c));
+      if (!is_staging_free) wait_for(o_free(c, before));
       wgmma_wait<1>();
       uint32_t o[8];
 #pragma unroll
@@ -399,7 +389,11 @@ struct ForwardConsumer {
       if (spoilt) spoil_o(o, position.stage, c);
       store_o(o, c, before);
     } else {
-      if constexpr (kWalk != Walk::kSummary) store_o(v_new, c, before);
+      if constexpr (kWalk != Walk::kSummary) {
+        if (!is_staging_free) wait_for(o_free(c, before));
+        store_o(v_new, c, before);
+        store_h(h, c, before);
+      }
       if (goes_on) load_tokens(v, next, c + 1);
     }
     wgmma_wait<0>();
@@ -430,10 +424,7 @@ struct ForwardConsumer {
     while (c < work.chunks) step(std::bool_constant<false>{});
   }
 
-  __device__ __forceinline__ void finish(const float (&state)[kState]) const {
-    store_state(state);
-    if (!kHasStoringWarps<kWalk> && thread == 0) wait_for_copies_to_read();
-  }
+  __device__ __forceinline__ void finish(const float (&state)[kState]) const { store_state(state); }
 };
 
 }  // namespace kda::cuda::sm90

@@ -47,7 +47,8 @@ struct ForwardWork {
   int64_t v0;
   TokenRange range;  ///< of the sequence or of a segment of it
   int32_t chunks;
-  int32_t first_h;  ///< row of h of the first chunk
+  int32_t last_rows;  ///< rows of the last chunk; the others have all
+  int32_t first_h;    ///< row of h of the first chunk
   SegmentOf segment;
 };
 
@@ -69,6 +70,8 @@ __device__ __forceinline__ ForwardWork forward_work(const ScanParams& p) {
     work.first_h += static_cast<int32_t>(work.segment.index * (p.segment / p.chunk_size));
   }
   work.chunks = static_cast<int32_t>(work.range.chunks);
+  const int64_t rest = work.range.end - work.range.begin - (work.range.chunks - 1) * kChunk;
+  work.last_rows = static_cast<int32_t>(rest < kChunk ? rest : kChunk);
   return work;
 }
 
@@ -82,14 +85,12 @@ __device__ __forceinline__ bool nothing_to_do(const ScanParams& p, const Forward
 }
 
 __device__ __forceinline__ int rows_of(const ForwardWork& work, int32_t chunk) {
-  const int64_t rest = work.range.end - work.range.begin - int64_t{chunk} * kChunk;
-  return static_cast<int>(rest < kChunk ? rest : kChunk);
+  return chunk + 1 < work.chunks ? kChunk : work.last_rows;
 }
 
 /// Chunks from the first one on that have all their rows.
 __device__ __forceinline__ int32_t whole_chunks(const ForwardWork& work) {
-  const int64_t whole = (work.range.end - work.range.begin) / kChunk;
-  return whole < work.chunks ? static_cast<int32_t>(whole) : work.chunks;
+  return work.last_rows < kChunk ? work.chunks - 1 : work.chunks;
 }
 
 /// Whether a walk takes v for finite and looks at the last state, in which what is not finite

@@ -24,5 +24,6 @@ ChunkForwardKernels chunk_fwd_fp16_k64();
 ChunkForwardKernels chunk_fwd_fp16_k128();
 ComposeKernel compose_k64();
 ComposeKernel compose_k128();
+void (*clear_kernel())(ClearParams);
 
 }  // namespace kda::cuda::sm90
