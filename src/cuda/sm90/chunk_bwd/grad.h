@@ -66,6 +66,9 @@ enum GradRows : int {
 struct GradLaunchParams : GradParams {
   Tensor rows[kGradRows];
   CUtensorMap h_map, dh_map;  ///< boxes of 64 columns x K channels
+  struct {
+    uint32_t row, head;
+  } step;  ///< blocks of the grid in value heads and rows of h
 };
 
 Status launch_grad(const GradParams& params, bool fp64, cudaStream_t stream);
