@@ -156,17 +156,25 @@ def _align_dtypes(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
+def _is_fp64(tensor: Any) -> bool:
+    return str(tensor.dtype).endswith("float64")
+
+
 def _flat(A_log: Any, dt_bias: Any, sizes: Sizes) -> tuple[Any, Any]:
     """A_log as [HV], whatever dimensions of 1 it has; dt_bias as [HV*K] or [HV,K]."""
     if A_log is not None and len(A_log.shape) != 1:
-        A_log = A_log.reshape(-1)
+        if math.prod(A_log.shape) != sizes.HV:
+            raise ArgumentError(
+                f"A_log: found shape {list(A_log.shape)}, expected [HV] with HV = {sizes.HV}"
+            )
+        A_log = _arrays.reshape(A_log, (sizes.HV,))
     if dt_bias is not None and math.prod(dt_bias.shape) != sizes.HV * sizes.K:
         raise ArgumentError(
             f"dt_bias: found shape {list(dt_bias.shape)}, expected [HV*K] or [HV, K] with "
             f"HV, K = {sizes.HV}, {sizes.K}"
         )
     if dt_bias is not None and len(dt_bias.shape) not in (1, 2):
-        dt_bias = dt_bias.reshape(sizes.HV, sizes.K)
+        dt_bias = _arrays.reshape(dt_bias, (sizes.HV, sizes.K))
     return A_log, dt_bias
 
 
@@ -215,7 +223,7 @@ def chunk_problem(call: dict[str, Any]) -> tuple[dict[str, Any], tuple, Options]
     inputs = _inputs(call, options, states)
     if states is not None:
         found = str(states.dtype)
-        accepted = ("float32", "float64") if str(inputs[0].dtype).endswith("64") else ("float32",)
+        accepted = ("float32", "float64") if _is_fp64(inputs[0]) else ("float32",)
         if not found.endswith(accepted):
             raise ArgumentError(
                 f"initial_state: found dtype {found}, initial_state must be in float32"
@@ -289,7 +297,7 @@ def chunk(call: dict[str, Any]) -> tuple[Any, ...]:
 def _chunk_with_states(
     inputs: tuple, cu_seqlens: Any, cu_seqlens_cpu: Any, options: Options, with_state: bool
 ) -> tuple[Any, Any, Any]:
-    ends = None
+    ends = arrays = None
     if cu_seqlens is not None:
         if is_torch(inputs[0]) and (_autograd.is_watched() or cu_seqlens.is_meta):
             raise ArgumentError(
@@ -308,13 +316,15 @@ def _chunk_with_states(
     else:
         arrays, cu = wrap(inputs), _arrays.wrap("cu_seqlens", cu_seqlens)
         results = _kda.forward(_arrays, arrays, cu, options, with_state, with_h=True)
-        o, final_state, h = (_arrays.hand_over(x, arrays[0]) for x in results)
-    B = o.shape[0]
+        o, final_state = (_arrays.hand_over(x, arrays[0]) for x in results[:2])
+        h = results[2].array  # shaped before it is handed over: not all arrays have the methods
+    B = inputs[0].shape[0]
     if ends is not None:
         # Rows past the last chunk are there only because the plan does not know how many there are.
         h = h[: _lengths.chunks_in(ends, options.chunk_size)]
     h = h.reshape(B, h.shape[0] // B, *h.shape[1:])
-    return o, final_state, h.swapaxes(-1, -2) if options.state_v_first else h
+    h = h.swapaxes(-1, -2) if options.state_v_first else h
+    return o, final_state, h if arrays is None else _arrays.hand_over(h, arrays[0])
 
 
 def chunk_backward(
@@ -366,6 +376,12 @@ def recurrent(call: dict[str, Any]) -> tuple[Any, Any]:
     accepted, cu_seqlens = call["num_accepted"], call["cu_seqlens"]
     in_place = call["in_place"] or indices is not None or accepted is not None
     inputs = _inputs(call, options, None if indices is not None else states)
+    # 16 bits halve what a step moves, so that pools may have them; 64 would be cut to 32.
+    if states is not None and str(states.dtype).endswith("float64") and not _is_fp64(inputs[0]):
+        raise ArgumentError(
+            f"initial_state: found dtype {states.dtype} beside q of {inputs[0].dtype}, expected "
+            "float32 or 16 bits: states in float64 take q in float64"
+        )
     if in_place:
         _check_states_in_place(states, indices)
     with_state = call["output_final_state"]

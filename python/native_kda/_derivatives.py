@@ -73,6 +73,7 @@ def _register(operator: str, function: str, differentiated: Callable[..., Any]) 
     """`differentiated` is called where a tensor requires grad. `function` is the users' name."""
     overload = getattr(torch.ops.native_kda, operator).default
     names = [argument.name for argument in overload._schema.arguments]
+    names = ["initial_state" if name == "pool" else name for name in names]  # of `function`
 
     def kernel(keyset, *args):
         given = [(n, x) for n, x in zip(names, args) if isinstance(x, torch.Tensor)]

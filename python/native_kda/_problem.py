@@ -203,14 +203,30 @@ def _with_the_tensor(
     error: ValueError, operation: int, tensors: list[tuple[str, Any]]
 ) -> ValueError:
     """The library may name a size that is out of range; callers know the shape of a tensor."""
-    size = re.match(r"size (\w+): ", str(error))
-    given = dict(tensors)
-    for spec in SPECS[operation] if size else ():
+    text, given = str(error), dict(tensors)
+    size = re.match(r"size (\w+): found (\d+)", text)
+    if size is None:
+        # S is what operations on sequences and on pools share.
+        letter = "P" if "state_indices" in given else "N"
+        return _as_callers_name_it(text.replace("= [S,", f"= [{letter},"), "final_state" in given)
+    for spec in SPECS[operation]:
         letters = spec.shape.strip("[]").replace("+1", "").split(",")
         if spec.name in given and size[1] in letters:
             found = f"{spec.name}: found shape {list(given[spec.name].shape)}"
-            return ArgumentError(f"{found}, expected {spec.shape} with {error}")
+            if size.groups() == ("N", "0"):
+                return ArgumentError(
+                    f"{found}, one entry, expected two at least: where each sequence starts, and "
+                    "where the last one ends; [0, T] for one sequence of T tokens"
+                )
+            if size[2] == "0":
+                text = f"{size[1]} of 1 at least"
+            return ArgumentError(f"{found}, expected {spec.shape} with {text}")
     return error
+
+
+def _as_callers_name_it(text: str, in_place: bool) -> ArgumentError:
+    """States that are updated in place came as initial_state."""
+    return ArgumentError(re.sub(r"\bfinal_state\b", "initial_state", text) if in_place else text)
 
 
 def prepare(
@@ -246,7 +262,11 @@ def execute(frame: Frame, prepared: Prepared, tensors: tuple) -> list[Any]:
     keep, workspace = frame.workspace(size, like) if size else (None, 0)
     stream = frame.stream(device) if device[0] == CUDA else 0
     start = time.perf_counter() if _log.execution else 0.0
-    frame.run(prepared.plan, (*tensors, *results), workspace, size, stream)
+    try:
+        frame.run(prepared.plan, (*tensors, *results), workspace, size, stream)
+    except ValueError as error:
+        given = all(name != "final_state" for name, _, _ in prepared.outputs)
+        raise _as_callers_name_it(str(error), given) from None
     if _log.execution:
         host = " (host)" if device[0] == CUDA else ""
         elapsed = (time.perf_counter() - start) * 1e3

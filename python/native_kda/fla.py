@@ -299,7 +299,10 @@ def enable(stages: bool = False) -> dict[str, str]:
         the latter is read again at each call. ImportError if there is no fla.
     """
     global _enabled
-    _calls.load_torch()
+    try:
+        _calls.load_torch()
+    except ImportError as missing:
+        raise ImportError(f"fla.enable: torch cannot be imported ({missing})") from missing
     scan = (SCAN,) if _checks.flag("stages", stages) else ()
     functions = ("chunk_kda", "fused_recurrent_kda_fwd", *scan)
     for function in functions:
