@@ -1,8 +1,8 @@
 """The route of NumPy, CuPy, JAX and other arrays that speak DLPack.
 
-Outputs are arrays of the package of q. CuPy's are allocated by it; all others are computed into NumPy
-memory and handed over by from_dlpack, if the package has one: not all can be written (JAX), and
-none but NumPy and CuPy need allocate alike.
+Outputs are arrays of the package of q. CuPy allocates its own; all others are computed into memory
+of NumPy and handed over by from_dlpack of the package, if it has that: JAX arrays cannot be
+written, and how others are allocated each package says differently.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _unreadable(name: str, array: Any) -> ArgumentError:
     return ArgumentError(f"{found}, which cannot be read, {_EXPECTED}")
 
 
-def _describe(name: str, array: Any) -> tuple:
+def _describe(name: str, array: Any) -> tuple[Any, ...]:
     # NumPy exports bfloat16 (of package ml_dtypes) neither by DLPack nor as a buffer.
     if str(getattr(array, "dtype", "")) == "bfloat16" and package_of(array) == "numpy":
         address, _, *rest = _native.describe(array.view("uint16"))
@@ -115,7 +115,7 @@ def package_of(array: Any) -> str:
     return type(array).__module__.partition(".")[0]
 
 
-def describe(rows: list[tuple[str, Array]]) -> tuple[tuple, tuple[int, int]]:
+def describe(rows: list[tuple[str, Array]]) -> tuple[tuple[Any, ...], tuple[int, int]]:
     layouts = []
     first, device = rows[0][0], rows[0][1].device
     for name, array in rows:
@@ -131,7 +131,9 @@ def code(dtype: str) -> int:
     return _DTYPES.index(dtype)
 
 
-def run(plan: _native.Plan, tensors: tuple, workspace: int, size: int, stream: int) -> None:
+def run(
+    plan: _native.Plan, tensors: tuple[Any, ...], workspace: int, size: int, stream: int
+) -> None:
     plan.run(tuple(array.address for array in tensors), workspace, size, stream)
 
 
@@ -175,7 +177,7 @@ def workspace(size: int, like: Array) -> tuple[Any, int]:
     return memory, (memory.ctypes.data + 63) // 64 * 64
 
 
-def empty(shape: tuple, dtype: str, like: Array) -> Array:
+def empty(shape: tuple[Any, ...], dtype: str, like: Array) -> Array:
     if like.device[0] == _problem.CUDA:
         return Array("result", _cupy_empty(shape, _numpys(dtype), like))
     import numpy
@@ -212,14 +214,17 @@ def _namespace(array: Any) -> Any:
     return sys.modules.get(package_of(array))
 
 
-def reshape(array: Any, shape: tuple[int, ...]) -> Any:
+def reshape(name: str, array: Any, shape: tuple[int, ...]) -> Any:
     """The standard has it as a function; not all arrays have it as a method."""
     if hasattr(array, "reshape"):
         return array.reshape(shape)
-    return _namespace(array).reshape(array, shape)
+    function = getattr(_namespace(array), "reshape", None)
+    if function is None:
+        raise ArgumentError(f"{name}: found shape {list(array.shape)}, expected {list(shape)}")
+    return function(array, shape)
 
 
-def values(array: Any) -> list[int]:
+def values(array: Any) -> Any:
     """Of one on the host, or with a method that brings them there."""
     if hasattr(array, "tolist"):
         return array.tolist()

@@ -167,14 +167,14 @@ def _flat(A_log: Any, dt_bias: Any, sizes: Sizes) -> tuple[Any, Any]:
             raise ArgumentError(
                 f"A_log: found shape {list(A_log.shape)}, expected [HV] with HV = {sizes.HV}"
             )
-        A_log = _arrays.reshape(A_log, (sizes.HV,))
+        A_log = _arrays.reshape("A_log", A_log, (sizes.HV,))
     if dt_bias is not None and math.prod(dt_bias.shape) != sizes.HV * sizes.K:
         raise ArgumentError(
             f"dt_bias: found shape {list(dt_bias.shape)}, expected [HV*K] or [HV, K] with "
             f"HV, K = {sizes.HV}, {sizes.K}"
         )
     if dt_bias is not None and len(dt_bias.shape) not in (1, 2):
-        dt_bias = _arrays.reshape(dt_bias, (sizes.HV, sizes.K))
+        dt_bias = _arrays.reshape("dt_bias", dt_bias, (sizes.HV, sizes.K))
     return A_log, dt_bias
 
 

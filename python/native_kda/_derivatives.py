@@ -28,7 +28,7 @@ _NEVER = (
 _library = torch.library.Library("native_kda", "IMPL")
 
 
-def wants_gradients(tensors: tuple) -> bool:
+def wants_gradients(tensors: tuple[Any, ...]) -> bool:
     if not torch.is_grad_enabled():
         return False
     for tensor in tensors:  # half the time of any()
@@ -37,7 +37,7 @@ def wants_gradients(tensors: tuple) -> bool:
     return False
 
 
-def refuse_gradients(tensors: tuple) -> None:
+def refuse_gradients(tensors: tuple[Any, ...]) -> None:
     """A decode step has none: where one was wanted that must not go unnoticed."""
     if wants_gradients(tensors) and not torch.compiler.is_compiling():
         _log.once(
@@ -113,8 +113,12 @@ class _ChunkKda(torch.autograd.Function):
 
 
 def chunk_kda_backward(
-    do: torch.Tensor, dfinal_state: Any, inputs: tuple, options: tuple, needs: tuple[bool, ...]
-) -> tuple:
+    do: torch.Tensor,
+    dfinal_state: Any,
+    inputs: tuple[Any, ...],
+    options: tuple[Any, ...],
+    needs: tuple[bool, ...],
+) -> tuple[Any, ...]:
     """The backward as an operator. `inputs` end with cu_seqlens; None where not needed."""
     gradients = torch.ops.native_kda.chunk_kda_backward(
         do, dfinal_state, *inputs, *options, [int(need) for need in needs]

@@ -12,7 +12,7 @@ def _place(name: str, ends: Any, of_torch: bool) -> str:
     return str(ends.device) if of_torch else _arrays.place(_arrays.Array(name, ends))
 
 
-def _values(ends: Any, of_torch: bool) -> list[int]:
+def _values(ends: Any, of_torch: bool) -> Any:
     return ends.tolist() if of_torch else _arrays.values(ends)
 
 

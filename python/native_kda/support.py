@@ -68,9 +68,13 @@ def plan(call: dict[str, Any], backward: bool = False) -> Any:
 
 
 def _plan(
-    frame: Any, tensors: tuple, call: dict[str, Any], options: _problem.Options, backward: bool
+    frame: Any,
+    tensors: tuple[Any, ...],
+    call: dict[str, Any],
+    options: _problem.Options,
+    backward: bool,
 ) -> Any:
-    *inputs, cu_seqlens = tensors
+    inputs, cu_seqlens = tensors[:-1], tensors[-1]
     if not backward:
         how = (options, call["output_final_state"], call["return_intermediate_states"])
         return _kda.prepare_forward(frame, inputs, cu_seqlens, *how).plan
@@ -101,8 +105,7 @@ def warmup(
         import torch
     except ImportError as missing:
         raise ImportError(
-            f"warmup: torch cannot be imported ({missing}), and of its tensors alone a first call is "
-            "made here"
+            f"warmup: torch cannot be imported ({missing}); the call is one on its tensors"
         ) from missing
 
     name = _checks.shown(dtype).strip("'").removeprefix("torch.")
