@@ -93,8 +93,9 @@ __device__ __forceinline__ float fast_no_gate(float g) { return clamp_log2(g * k
 template <class Chain>
 __device__ __forceinline__ GateGradient<float> gradient_unless_clamped(float decay, float dg,
                                                                        Chain chain) {
-  if (decay < kLogFloor2) return {0, 0};
-  return chain(decay * kLn2);
+  const bool clamped = decay < kLogFloor2;
+  const GateGradient<float> x = chain(decay * kLn2);
+  return {clamped ? 0 : x.dz, clamped ? 0 : x.dA_log};  // selected: a branch would stand alone
 }
 
 __device__ __forceinline__ GateGradient<float> fast_no_gate_gradient(float g, float dg) {

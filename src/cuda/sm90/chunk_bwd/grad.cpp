@@ -36,7 +36,7 @@ Status launch_grad(const GradParams& params, bool, cudaStream_t stream) {
   if (items == 0) return {};
   const GradParams& p = params;
   GradLaunchParams launched{
-      p, {p.q, p.k, p.gate.g, p.v, p.grad_o, p.R, p.v_new, p.dq, p.dk, p.dv, p.dg}, {}, {}};
+      p, {p.q, p.k, p.gate.g, p.v, p.grad_o, p.R, p.v_new, p.dq, p.dk, p.dv, p.dg}, {}, {}, {}};
   const int64_t rows = params.sequences.chunk_rows;
   Status status = make_tensor_map(launched.h_map, "h", params.h, state_map(params.h, heads, rows));
   if (status.ok()) {
@@ -46,10 +46,11 @@ Status launch_grad(const GradParams& params, bool, cudaStream_t stream) {
   const int64_t blocks = std::min<int64_t>(
       params.most_blocks > 0 ? params.most_blocks : sm_count() * grad.blocks_per_sm,
       kMostGradBlocks);
+  const int64_t grid = std::min(items, blocks);
+  launched.step = {static_cast<uint32_t>(grid / heads.HV), static_cast<uint32_t>(grid % heads.HV)};
   void* arguments[] = {&launched};
-  return launch_raw(
-      {"sm90_chunk_bwd_grad", std::min(items, blocks), 2 * heads.K, grad.shared_bytes},
-      reinterpret_cast<const void*>(grad.kernel), arguments, stream);
+  return launch_raw({"sm90_chunk_bwd_grad", grid, 2 * heads.K, grad.shared_bytes},
+                    reinterpret_cast<const void*>(grad.kernel), arguments, stream);
 }
 
 }  // namespace kda::cuda::sm90

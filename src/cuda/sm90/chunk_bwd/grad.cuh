@@ -24,10 +24,10 @@
 // Shared memory, bytes, K = 128:
 //   tiles of h, dh, [do; R], v       45056   later operands of the intra part and of the pair
 //   v_new of both chunks              8192   later [dP; dL]
-//   G, fp32                          16896   later the steps of dg, then dg
-//   q, k                             17408   later staging of dq, dk
+//   G, fp32                          16896   later the steps of dg
+//   q, k                             17408   later dq, dk
 //   raw g, room for fp32             17408
-//   sums, scalars, work items        10224
+//   sums, scalars, work items        10176
 //
 // Barriers: `states_full`, an mbarrier, for h and dh; `update_full` for the earlier chunk's kg and
 // decay; named barriers 1 + g within warpgroup g, around the change of its intra operands;
@@ -44,6 +44,7 @@ __device__ __forceinline__ int64_t first_record(const GradParams& p, uint32_t ro
   const Sequences& pairs = p.sequences;
   const Sequences& chunks = p.record_sequences;
   if (pairs.cu.data == nullptr) {
+    if (pairs.count == 1) return 2 * int64_t{row};
     const auto per_row = static_cast<uint32_t>(pairs.chunks_per_row);
     return row / per_row * chunks.chunks_per_row + 2 * (row % per_row);
   }
@@ -54,49 +55,45 @@ __device__ __forceinline__ int64_t first_record(const GradParams& p, uint32_t ro
 
 /// Into `next`, by one warp: what comes after `last`. That is the earlier chunk of its pair, or of
 /// the first pair in this block's steps that has tokens the later one, which may be the only one;
-/// one without rows if there is none.
-__device__ __forceinline__ void find_grad_work(const GradLaunchParams& p, const GradWork& last,
-                                               GradWork& next) {
+/// one without rows if there is none. Other warps wait for it: no division where it can be helped.
+__device__ __forceinline__ void find_grad_work(const GradLaunchParams& p,
+                                               const RowSource (&sources)[kGradRows],
+                                               const GradWork& last, GradWork& next) {
   const int lane = thread_index() % 32;
-  const auto HV = static_cast<uint32_t>(p.heads.HV);
   const bool carries = last.crosses;
   bool crosses = false;
   Chunk chunk{};
-  uint32_t found = last.item;
-  uint32_t after = last.after;
+  GradPair found = last.pair;
+  GradPair after = last.after;
   if (carries) {
     chunk = {last.chunk.batch, last.chunk.begin - kChunk, kChunk};
   } else {
-    const auto count = static_cast<uint32_t>(p.sequences.chunk_rows) * HV;
-    for (; after < count && chunk.rows == 0; after += gridDim.x) {
+    const auto count = static_cast<uint32_t>(p.sequences.chunk_rows);
+    while (after.row < count && chunk.rows == 0) {
       found = after;
-      chunk = small_chunk_of(p.sequences, found / HV);
+      after = after.next(p);
+      chunk = small_chunk_of(p.sequences, found.row);
       crosses = chunk.rows > kChunk;
-      if (chunk.rows == 0) clear_partial(p, 2 * int64_t{found / HV}, found % HV, lane);
-      if (!crosses) clear_partial(p, 2 * int64_t{found / HV} + 1, found % HV, lane);
+      if (chunk.rows == 0) clear_partial(p, 2 * int64_t{found.row}, found.hv, lane);
+      if (!crosses) clear_partial(p, 2 * int64_t{found.row} + 1, found.hv, lane);
     }
     if (crosses) {
       chunk.begin += kChunk;
       chunk.rows -= kChunk;
     }
   }
-  const uint32_t hv = found % HV;
-  const uint32_t head = hv / static_cast<uint32_t>(p.heads.group);
   if (lane < kGradRows) {
-    const Tensor& t = p.rows[lane];
-    const int64_t offset = token_offset(t, chunk.batch, chunk.begin, lane <= kRowsK ? head : hv);
-    const bool narrow = t.dtype == kBFloat16 || t.dtype == kFloat16;
-    next.rows[lane] = static_cast<std::byte*>(t.data) + offset * (narrow ? 2 : 4);
+    const auto group = static_cast<uint32_t>(p.heads.group);
+    const uint32_t head = lane > kRowsK || group == 1 ? found.hv : found.hv / group;
+    next.rows[lane] = sources[lane].row(chunk, head);
   }
   if (lane > 0) return;
   next.chunk = chunk;
   next.crosses = crosses;
   next.carries = carries;
-  next.item = found;
-  next.row = 2 * int64_t{found / HV} + (crosses ? 1 : 0);
-  next.record = crosses ? first_record(p, found / HV) : 0;
-  next.hv = hv;
-  next.head = head;
+  next.pair = found;
+  next.row = 2 * int64_t{found.row} + (crosses ? 1 : 0);
+  next.record = crosses ? first_record(p, found.row) : 0;
   next.after = after;
   next.crossings = last.crossings + (last.crosses ? 1 : 0);
 }
@@ -184,7 +181,7 @@ struct GradBlock {
     fence_tiles(v0);
     float unit = p.mantissa;
     if constexpr (Traits::kHasUnits) {
-      unit = p.units[(work.row * p.heads.HV + work.hv) * (p.heads.V / kGradColumns) +
+      unit = p.units[(work.row * p.heads.HV + work.pair.hv) * (p.heads.V / kGradColumns) +
                      v0 / kGradColumns];
       if (v0 == 0) sums.unit = unit;
       sums.move_to(unit, warp);
@@ -303,12 +300,12 @@ struct GradBlock {
     put_decays();
     walk_values(sums);
     put_value_sums(sums);
-    if (warp == Traits::kWarps - 1) {
-      find_grad_work(p, work, next);
-      if (lane == 0) next.tiles = work.tiles + static_cast<uint32_t>(p.heads.V) / kGradColumns;
-    }
     __syncthreads();
     if (work.crosses && tid == 0) load_update(shared, p, work);
+    if (warp == Traits::kWarps - 1) {  // the search comes where this warp has no scores to put
+      find_grad_work(p, shared.sources, work, next);
+      if (lane == 0) next.tiles = work.tiles + static_cast<uint32_t>(p.heads.V) / kGradColumns;
+    }
     put_scores(sums);
     KeyWriter<Io, K>(shared).put_columns();
     ptx::fence_proxy_async(ptx::space_shared);
@@ -328,21 +325,27 @@ struct GradBlock {
     ptx::fence_proxy_async(ptx::space_shared);
     finish.cross.sync_group();
     if (work.crosses) finish.cross.leave_keys();
+    float dkg[2][8] = {};  // what the later chunk left arrives under the products
+    if (work.carries) finish.cross.template take_dkg<0>(dkg[0]);
     float x[24];
     multiply_columns(x);
     float W[16];
-    finish.combine_all(sums.S, sums.dkx, x, W);
+    finish.template combine_block<0>(sums.S, sums.dkx, x, dkg[0], W);
+    if (work.carries) finish.cross.template take_dkg<1>(dkg[1]);
+    finish.template combine_block<1>(sums.S, sums.dkx, x, dkg[1], W);
     __syncthreads();
     if (next.chunk.rows > 0) load_value_tiles(shared, p, next, 0);
     commit_copies();
     const GradScalars scalars = load_scalars(p, next);
     GradFinish<Io, K>(shared, p, work, warp, thread_index() % 32)
         .template store_all<GATE>(sums.S, sums.dkx, W);
-    if (next.chunk.rows == 0) return;
     __syncthreads();
-    load_key_rows(shared, p, next);
-    commit_copies();
-    put_scalars(shared, p, next.chunk.rows, scalars);
+    if (next.chunk.rows > 0) {
+      load_key_rows(shared, p, next);
+      commit_copies();
+      put_scalars(shared, p, next.chunk.rows, scalars);
+    }
+    store_partial(shared, p, work);
   }
 };
 
@@ -357,10 +360,12 @@ __global__ void __launch_bounds__(GradTraits<Io, K>::kThreads, GradTraits<Io, K>
     ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
     shared.work[0].tiles = 0;
     shared.work[1] = {};
-    shared.work[1].after = blockIdx.x;
+    const auto HV = static_cast<uint32_t>(p.heads.HV);
+    shared.work[1].after = {blockIdx.x / HV, blockIdx.x % HV};
   }
+  if (threadIdx.x < kGradRows) shared.sources[threadIdx.x] = RowSource(p.rows[threadIdx.x]);
   __syncwarp();
-  if (threadIdx.x < 32) find_grad_work(p, shared.work[1], shared.work[0]);
+  if (threadIdx.x < 32) find_grad_work(p, shared.sources, shared.work[1], shared.work[0]);
   __syncthreads();
   if (shared.work[0].chunk.rows == 0) return;
   load_value_tiles(shared, p, shared.work[0], 0);

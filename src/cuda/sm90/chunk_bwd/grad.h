@@ -20,8 +20,8 @@ inline constexpr int kMostGradBlocks = 288;
 /// Of a block: 32 fp32 a thread, K / 64 warpgroups.
 constexpr int64_t grad_carry_bytes(int64_t K) { return 2 * K * 32 * 4; }
 
-/// Everything is linear in (do, dfinal_state). With scale = m 2^e, 1 <= |m| < 2, the reverse scan
-/// leaves R / m and dh / m in bf16; in fp16 in units, of which each chunk and 64 columns of V have
+/// Everything is linear in (do, dfinal_state). With scale = m 2^e the reverse scan leaves R / m and
+/// dh / m in bf16; in fp16 in units, of which each chunk and 64 columns of V have
 /// their own (rev_unit.cuh).
 struct GradParams {
   Tensor q, k, v, beta, grad_o;
@@ -66,6 +66,9 @@ enum GradRows : int {
 struct GradLaunchParams : GradParams {
   Tensor rows[kGradRows];
   CUtensorMap h_map, dh_map;  ///< boxes of 64 columns x K channels
+  struct {
+    uint32_t row, head;
+  } step;  ///< blocks of the grid in value heads and rows of h
 };
 
 Status launch_grad(const GradParams& params, bool fp64, cudaStream_t stream);

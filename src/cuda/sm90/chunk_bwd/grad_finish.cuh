@@ -75,11 +75,10 @@ struct GradFinish {
   /// exact, and kg of the chunk before is rounded alike in both.
   template <int BLOCK>
   __device__ __forceinline__ void combine_block(float (&S)[32], float (&dkx)[32],
-                                                const float (&x)[24], float (&W)[16]) const {
+                                                const float (&x)[24], float (&dkg)[8],
+                                                float (&W)[16]) const {
     const ChannelGate gate[2] = {gate_of(0), gate_of(1)};
     float sums[3][4] = {};
-    float dkg[8] = {};
-    if (work.carries) cross.template take_dkg<BLOCK>(dkg);
     const auto each = [](auto f) { GradLane::each<2 * BLOCK, 2 * BLOCK + 2>(f); };
     constexpr uint32_t kTileBytes = BLOCK * kBlock * Traits::kStride * sizeof(Io);
     const Fragment q(tile_row(shared.q) + kTileBytes);
@@ -170,28 +169,29 @@ struct GradFinish {
     if (lane % 8 < 4) shared.partial[which][warp][at.token(2 * BLOCK + t / 2, t % 2)] = sum;
   }
 
-  /// Adds the warps' sums; dbeta.
-  __device__ __forceinline__ void finish_sums() const {
-    constexpr int kShare = 3 * kChunk / Traits::kWarps;  // of a warp, so that none is late
-    if (lane < kShare) {
-      const int e = warp * kShare + lane;
-      const int which = e / kChunk;
-      const int t = e % kChunk;
-      float sum = 0;
+  /// The warps' sums of a token.
+  __device__ __forceinline__ float sum_of(GradSum which, int t) const {
+    float sum = 0;
 #pragma unroll
-      for (int w = 0; w < Traits::kWarps; ++w) sum += shared.partial[which][w][t];
-      shared.sums[which][t] = sum;
-      if (which == kKeySum && t < work.chunk.rows && p.dbeta.data != nullptr) {
-        store<float>(p.dbeta,
-                     token_offset(p.dbeta, work.chunk.batch, work.chunk.begin + t, work.hv),
-                     shared.beta_slope[t] *
-                         fmaf(unit_of(shared, p), shared.value_product[t], sum));  // (3.13)
-      }
-    }
+    for (int w = 0; w < Traits::kWarps; ++w) sum += shared.partial[which][w][t];
+    return sum;
   }
 
-  /// (3.3).
+  /// (3.13), a few tokens a warp, so that none is late.
+  __device__ __forceinline__ void store_dbeta() const {
+    constexpr int kShare = kChunk / Traits::kWarps;
+    const int t = warp * kShare + lane;
+    if (lane >= kShare || t >= work.chunk.rows || p.dbeta.data == nullptr) return;
+    store<float>(p.dbeta,
+                 token_offset(p.dbeta, work.chunk.batch, work.chunk.begin + t, work.pair.hv),
+                 shared.beta_slope[t] *
+                     fmaf(unit_of(shared, p), shared.value_product[t], sum_of(kKeySum, t)));
+  }
+
+  /// (3.3). Each warp adds up what it needs, a token a lane, rather than wait for others.
   __device__ __forceinline__ void undo_norms(float (&S)[32]) const {
+    const float queries = sum_of(kQueryNorm, lane);
+    const float keys = sum_of(kKeyNorm, lane);
 #pragma unroll
     for (int block = 0; block < 2; ++block) {
       const uint32_t bytes = static_cast<uint32_t>(block * kBlock * Traits::kStride * 2);
@@ -205,8 +205,8 @@ struct GradFinish {
         const int t = at.token(i, e);
         const float y = q(i, c, e) * shared.norm[0][t];
         const float z = k(i, c, e) * shared.norm[1][t];
-        S[r] = shared.norm[0][t] * fmaf(-y, shared.sums[kQueryNorm][t], S[r]);
-        S[16 + r] = shared.norm[1][t] * fmaf(-z, shared.sums[kKeyNorm][t], S[16 + r]);
+        S[r] = shared.norm[0][t] * fmaf(-y, __shfl_sync(~0u, queries, t), S[r]);
+        S[16 + r] = shared.norm[1][t] * fmaf(-z, __shfl_sync(~0u, keys, t), S[16 + r]);
       }
     }
   }
@@ -274,9 +274,10 @@ struct GradFinish {
     });
   }
 
-  __device__ __forceinline__ void stage(int place, const float* x) const {
-    const TransposedLane lines(warp % 4, lane);
-    const uint32_t panel = shared_address(shared.staging[place][warp / 4]);
+  /// Over the warp's channels of q or k, which no other warp reads.
+  __device__ __forceinline__ void stage(Io (&tile)[kChunk][Traits::kStride], const float* x) const {
+    const int row = lane % 8 + lane / 16 * 8;
+    const uint32_t place = shared_address(&tile[row][16 * warp + lane / 8 % 2 * 8]);
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
       uint32_t pairs[4];
@@ -284,55 +285,45 @@ struct GradFinish {
       for (int m = 0; m < 4; ++m) {
         pairs[m] = pack<Io>(x[8 * step + 2 * m], x[8 * step + 2 * m + 1]);
       }
-      stmatrix_transposed(panel + lines.offset(step), pairs);
+      stmatrix_transposed(place + static_cast<uint32_t>(step) * kBlock * Traits::kStride * 2,
+                          pairs);
     }
   }
 
-  __device__ __forceinline__ void store_staged(GradRows which, const Tensor& t, int place) const {
+  __device__ __forceinline__ void store_staged(GradRows which, const Tensor& t,
+                                               const Io (&tile)[kChunk][Traits::kStride]) const {
     Io* const to = work.at<Io>(which);
     for (int e = warp * 32 + lane; e < work.chunk.rows * (K / 8); e += Traits::kThreads) {
       const int row = e / (K / 8);
       const int unit = e % (K / 8);
       *reinterpret_cast<uint4*>(to + row * t.stride[1] + unit * kUnitElements) =
-          *reinterpret_cast<const uint4*>(shared.staging[place][unit / 8] +
-                                          unit_offset(row, unit % 8));
+          *reinterpret_cast<const uint4*>(&tile[row][unit * kUnitElements]);
     }
   }
 
-  /// S with the intra products on it, dkx and x as the products left them: S -> [dq | dk], dkx ->
-  /// k . dkx, W. The last reader of the operands.
-  __device__ __forceinline__ void combine_all(float (&S)[32], float (&dkx)[32],
-                                              const float (&x)[24], float (&W)[16]) const {
-    combine_block<0>(S, dkx, x, W);
-    combine_block<1>(S, dkx, x, W);
-  }
-
-  /// What combine_all left, once every warp has.
+  /// What combine_block left, once every warp has.
   template <int GATE>
   __device__ __forceinline__ void store_all(float (&S)[32], const float (&dkx)[32],
                                             const float (&W)[16]) const {
-    finish_sums();
     const bool gates = p.dg.data != nullptr || p.partial != nullptr;
     if (gates) sum_tokens(W, dkx);
-    __syncthreads();
+    store_dbeta();
     if (p.undo_l2norm) undo_norms(S);
     const bool staged = p.dq.dtype == kTypeOf<Io>;
     if (staged) {
-      __syncthreads();  // q and k, whose place it takes, have been read
-      stage(0, S);
-      stage(1, S + 16);
+      __syncwarp();  // q and k, whose place it takes, have been read
+      stage(shared.q, S);
+      stage(shared.k, S + 16);
     } else {
       store_fp32(kRowsDq, p.dq, S);
       store_fp32(kRowsDk, p.dk, S + 16);
     }
-    if (gates) backward_gates<Io, K, GATE>(shared, p, work.chunk.rows);
     __syncthreads();
     if (staged) {
-      store_staged(kRowsDq, p.dq, 0);
-      store_staged(kRowsDk, p.dk, 1);
+      store_staged(kRowsDq, p.dq, shared.q);
+      store_staged(kRowsDk, p.dk, shared.k);
     }
-    if (p.dg.data != nullptr) store_dg(shared, p, work);
-    if (gates) store_partial(shared, p, work);
+    if (gates) backward_gates<Io, K, GATE>(shared, p, work);
   }
 };
 

@@ -128,12 +128,18 @@ struct KeyWriter {
     if (range.left.y > kFarRow) first.left.y = kNothing;
     if (range.right.x > kFarRow) first.right.x = kNothing;
     if (range.right.y > kFarRow) first.right.y = kNothing;
+    Quad keys[kTokens];  // no read moves across a write to shared memory
+    Quad decays[kTokens];
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
       const int row = first_row + t;
-      const Quad k = quad_of(shared.k[row]) * shared.norm[1][row];
-      put(tiles().columns, block * kBlock, t, k * exp2_quad(first - G(row)));
-      if (block == 0) put(tiles().columns, kBlock, t, k * exp2_quad(next - G(row)));
+      keys[t] = quad_of(shared.k[row]) * shared.norm[1][row];
+      decays[t] = G(row);
+    }
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+      put(tiles().columns, block * kBlock, t, keys[t] * exp2_quad(first - decays[t]));
+      if (block == 0) put(tiles().columns, kBlock, t, keys[t] * exp2_quad(next - decays[t]));
     }
   }
 

@@ -55,8 +55,8 @@ __device__ __forceinline__ void load_value_tiles(GradShared<Io, K>& shared,
   constexpr int kRows = GradTraits<Io, K>::kValueRows;
   const int tid = thread_index();
   if (tid == 0) {
-    const int32_t at[4] = {v0, 0, static_cast<int32_t>(work.hv),
-                           static_cast<int32_t>(work.row / 2)};
+    const int32_t at[4] = {v0, 0, static_cast<int32_t>(work.pair.hv),
+                           static_cast<int32_t>(work.pair.row)};
     ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared,
                                    &shared.states_full,
                                    (work.carries ? 1 : 2) * sizeof(shared.value.h));
@@ -117,21 +117,32 @@ struct Diagonal {
 template <class Io, int K>
 __device__ __forceinline__ void find_norms(GradShared<Io, K>& shared, const GradParams& p) {
   const int tid = thread_index();
+  constexpr int kRowsAtOnce = GradTraits<Io, K>::kThreads / 8;
+  constexpr int kRows = 2 * kChunk / kRowsAtOnce;
+  float sums[kRows] = {};
 #pragma unroll
-  for (int row = tid / 8; row < 2 * kChunk; row += GradTraits<Io, K>::kThreads / 8) {
+  for (int i = 0; i < kRows; ++i) {
+    const int row = tid / 8 + i * kRowsAtOnce;
     const Io* const data = row < kChunk ? shared.q[row] : shared.k[row - kChunk];
-    float sum = 0;
 #pragma unroll
     for (int piece = 0; piece < K / 64; ++piece) {
       const uint4 x = *reinterpret_cast<const uint4*>(data + 64 * piece + tid % 8 * 8);
       for (const uint32_t pair : {x.x, x.y, x.z, x.w}) {
         const float2 y = unpack<Io>(pair);
-        sum = fmaf(y.x, y.x, fmaf(y.y, y.y, sum));
+        sums[i] = fmaf(y.x, y.x, fmaf(y.y, y.y, sums[i]));
       }
     }
-    for (int step = 4; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  }
+#pragma unroll
+  for (int step = 4; step > 0; step /= 2) {
+#pragma unroll
+    for (float& sum : sums) sum += __shfl_xor_sync(~0u, sum, step);
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int row = tid / 8 + i * kRowsAtOnce;
     if (tid % 8 == 0) {
-      shared.norm[row / kChunk][row % kChunk] = p.qk_l2norm ? rsqrtf(sum + 1e-6f) : 1.f;
+      shared.norm[row / kChunk][row % kChunk] = p.qk_l2norm ? rsqrtf(sums[i] + 1e-6f) : 1.f;
     }
   }
 }
@@ -141,7 +152,7 @@ template <class Io, int K>
 __device__ __forceinline__ void load_update(GradShared<Io, K>& shared, const GradParams& p,
                                             const GradWork& work) {
   const std::byte* const record =
-      p.records + (work.record * p.heads.HV + work.hv) * Record<K>::kBytes;
+      p.records + (work.record * p.heads.HV + work.pair.hv) * Record<K>::kBytes;
   constexpr uint32_t kPanel = kChunk * kPanelRowBytes;
   constexpr uint32_t kDecays = sizeof(shared.decay_before);
   ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared,
@@ -168,11 +179,11 @@ __device__ __forceinline__ GradScalars load_scalars(const GradParams& p, const G
   GradScalars x{};
   if (tid < work.chunk.rows) {
     x.beta = load_raw<float>(
-        p.beta, token_offset(p.beta, work.chunk.batch, work.chunk.begin + tid, work.hv));
+        p.beta, token_offset(p.beta, work.chunk.batch, work.chunk.begin + tid, work.pair.hv));
   }
   if (p.gate.kind == kGateNone) return x;
-  if (tid < p.heads.K) x.bias = bias_of(p.gate, work.hv, tid);
-  if (tid == 0) x.A_log = A_log_of(p.gate, work.hv);
+  if (tid < p.heads.K) x.bias = bias_of(p.gate, work.pair.hv, tid);
+  if (tid == 0) x.A_log = A_log_of(p.gate, work.pair.hv);
   return x;
 }
 
@@ -276,10 +287,16 @@ __device__ __forceinline__ void join_segments(GradShared<Io, K>& shared) {
     const float2 total = pair_at(shared.totals[s], at.column);
     if (s < at.segment) before = before + total;
   }
+  float* const G = &shared.G[at.segment * kTokens][at.column];
+  constexpr int kStride = GradTraits<Io, K>::kGStride;
+  constexpr int kAtOnce = kTokens / 2;
 #pragma unroll
-  for (int t = 0; t < kTokens; ++t) {
-    float* const G = &shared.G[at.segment * kTokens + t][at.column];
-    put_pair(G, before + pair_at(G, 0));
+  for (int t0 = 0; t0 < kTokens; t0 += kAtOnce) {
+    float2 sums[kAtOnce];
+#pragma unroll
+    for (int t = 0; t < kAtOnce; ++t) sums[t] = before + pair_at(G + (t0 + t) * kStride, 0);
+#pragma unroll
+    for (int t = 0; t < kAtOnce; ++t) put_pair(G + (t0 + t) * kStride, sums[t]);
   }
 }
 

@@ -28,7 +28,7 @@ inline constexpr int32_t kTypeOf = kIsBf16<Io> ? kBFloat16 : kFloat16;
 __device__ __forceinline__ Chunk small_chunk_of(const Sequences& s, uint32_t row) {
   if (s.cu.data) return chunk_of(s, row);
   const auto per_row = static_cast<uint32_t>(s.chunks_per_row);
-  const uint32_t batch = row / per_row;
+  const uint32_t batch = s.count == 1 ? 0 : row / per_row;
   const int64_t begin = int64_t{row - batch * per_row} * kGradTokens;
   const int64_t rest = s.T - begin;
   return {batch, begin, static_cast<int32_t>(rest < kGradTokens ? rest : kGradTokens)};
@@ -106,6 +106,38 @@ struct GradExtra<__half, K> {
   float unit;  ///< of what is linear in R or dh and summed over V
 };
 
+/// A tensor's rows of tokens, in bytes.
+struct RowSource {
+  std::byte* data;
+  int64_t batch, token, head;
+
+  RowSource() = default;
+  __device__ explicit RowSource(const Tensor& t) {
+    const int size = t.dtype == kBFloat16 || t.dtype == kFloat16 ? 2 : 4;
+    data = static_cast<std::byte*>(t.data);
+    batch = t.stride[0] * size;
+    token = t.stride[1] * size;
+    head = t.stride[2] * size;
+  }
+  __device__ __forceinline__ void* row(const Chunk& chunk, uint32_t at) const {
+    return data + chunk.batch * batch + chunk.begin * token + at * head;
+  }
+};
+
+/// A pair of chunks.
+struct GradPair {
+  uint32_t row;  ///< of h and dh
+  uint32_t hv;
+
+  /// A step of the grid on, heads fastest.
+  __device__ __forceinline__ GradPair next(const GradLaunchParams& p) const {
+    const auto HV = static_cast<uint32_t>(p.heads.HV);
+    const uint32_t head = hv + p.step.head;
+    const bool wraps = head >= HV;
+    return {row + p.step.row + (wraps ? 1 : 0), wraps ? head - HV : head};
+  }
+};
+
 /// What a block works on: a chunk. Of a pair the later one comes first.
 struct GradWork {
   Chunk chunk;
@@ -113,17 +145,17 @@ struct GradWork {
   bool carries;    ///< dh stands behind the chunk after it, which came before
   int64_t row;     ///< of `partial`
   int64_t record;  ///< row of the earlier chunk's record
-  uint32_t item;   ///< row of h and dh, and value head
-  uint32_t hv;
-  uint32_t head;
+  GradPair pair;
   void* rows[kGradRows];  ///< this chunk's and head's first rows
   uint32_t tiles;         ///< of h that came before
   uint32_t crossings;     ///< items that crossed before
-  uint32_t after;         ///< where this block's search for the next goes on
+  GradPair after;         ///< where this block's search for the next goes on
 
   template <class T>
   __device__ __forceinline__ T* at(GradRows tensor) const {
-    return static_cast<T*>(rows[tensor]);
+    void* const row = rows[tensor];
+    __builtin_assume(__isGlobal(row));  // else stores wait for those to shared memory
+    return static_cast<T*>(row);
   }
 };
 
@@ -139,13 +171,8 @@ struct GradShared {
     unsigned char scores[2 * kChunk * kPanelRowBytes];  ///< dP, then dL
   };
   float G[kChunk][Traits::kGStride];
-  union {
-    struct {
-      alignas(16) Io q[kChunk][Traits::kStride];
-      alignas(16) Io k[kChunk][Traits::kStride];
-    };
-    alignas(16) unsigned char staging[2][K / 64][kChunk * kPanelRowBytes];  ///< dq, dk
-  };
+  alignas(16) Io q[kChunk][Traits::kStride];     ///< then dq
+  alignas(16) Io k[kChunk][Traits::kStride];     ///< then dk
   alignas(16) float g[kChunk][Traits::kStride];  ///< raw; 16-bit types fill half of it
   union {
     float totals[kChunk / Traits::kTokens][K];
@@ -161,9 +188,8 @@ struct GradShared {
   };
   float dg_steps[kChunk / Traits::kTokens][K];  ///< what each segment adds to dg
   float partial[3][Traits::kWarps][kChunk];     ///< sums over the channels of a warp
-  float sums[3][kChunk];
-  float value_product[kChunk];  ///< rowsum_V(R . v)
-  float diagonal[kChunk];       ///< dP_ii
+  float value_product[kChunk];                  ///< rowsum_V(R . v)
+  float diagonal[kChunk];                       ///< dP_ii
   float beta[kChunk];
   float beta_slope[kChunk];  ///< d beta / d logit
   float bias[K];
@@ -171,6 +197,7 @@ struct GradShared {
   float norm[2][kChunk];            ///< 1 / |q|, 1 / |k|
   alignas(8) uint64_t states_full;  ///< tiles of h and dh have landed
   uint64_t update_full;             ///< kg and decay_before have
+  RowSource sources[kGradRows];     ///< of GradLaunchParams::rows
   GradWork work[2];                 ///< this item and the next: in registers they would be too many
   [[no_unique_address]] GradExtra<Io, K> extra;
 };

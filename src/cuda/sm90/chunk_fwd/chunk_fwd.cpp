@@ -67,7 +67,7 @@ Status launch_prep(const PrepParams& params, bool, cudaStream_t stream) {
     if (!status.ok()) return status;
   }
   return launch({"sm90_chunk_fwd_prep", blocks, kPrepThreads, kernels.prep_shared_bytes, beside},
-                kernels.prep, p, stream);
+                beside ? kernels.prep_beside : kernels.prep, p, stream);
 }
 
 namespace {

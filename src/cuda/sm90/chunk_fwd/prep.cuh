@@ -47,8 +47,8 @@ namespace kda::cuda::sm90 {
 static_assert(5 * (sizeof(PrepShared<__nv_bfloat16, 128>) + 1024) <= 228 * 1024);
 static_assert(2 * (sizeof(PrepShared<__half, 128>) + 1024) <= 228 * 1024);
 
-/// A block of prep on its way through the items.
-template <class Io, int K>
+/// A block of prep on its way through the items. kBeside: of a grid that a scan runs beside.
+template <class Io, int K, bool kBeside>
 struct PrepBlock {
   using Traits = PrepTraits<Io, K>;
   using Shared = PrepShared<Io, K>;
@@ -73,11 +73,10 @@ struct PrepBlock {
     const int rows = item.rows - first;
     const auto from = [&](int input) { return row_start(p, item, input, rows > 0 ? first : 0); };
     constexpr int kStride = Traits::kStride * 2;
-    const bool once = p.ready != nullptr;  // a scan reads the records soon
-    copy_rows<2 * K>(reinterpret_cast<unsigned char*>(shared.rows.raw_q()[first]), kStride, from(0),
-                     p.q.stride[1] * 2, rows, once);
-    copy_rows<2 * K>(reinterpret_cast<unsigned char*>(shared.rows.raw_k()[first]), kStride, from(1),
-                     p.k.stride[1] * 2, rows, once);
+    copy_rows<2 * K, kBeside>(reinterpret_cast<unsigned char*>(shared.rows.raw_q()[first]), kStride,
+                              from(0), p.q.stride[1] * 2, rows);
+    copy_rows<2 * K, kBeside>(reinterpret_cast<unsigned char*>(shared.rows.raw_k()[first]), kStride,
+                              from(1), p.k.stride[1] * 2, rows);
     load_gates(item);
   }
   __device__ __forceinline__ void load_gates(const PrepItem& item) const {
@@ -85,11 +84,11 @@ struct PrepBlock {
     const int rows = item.rows - first;
     const std::byte* const from = row_start(p, item, 2, rows > 0 ? first : 0);
     unsigned char* const to = shared.rows.decay[first];
-    const bool once = p.ready != nullptr;
     if (is_wide(p.gate.g)) {
-      copy_rows<4 * K>(to, Traits::kDecayBytes, from, p.gate.g.stride[1] * 4, rows, once);
+      copy_rows<4 * K, kBeside>(to, Traits::kDecayBytes, from, p.gate.g.stride[1] * 4, rows);
     } else {
-      copy_rows<2 * K>(to + 2 * K, Traits::kDecayBytes, from, p.gate.g.stride[1] * 2, rows, once);
+      copy_rows<2 * K, kBeside>(to + 2 * K, Traits::kDecayBytes, from, p.gate.g.stride[1] * 2,
+                                rows);
     }
     commit_copies();
   }
@@ -183,14 +182,14 @@ struct PrepBlock {
 
   /// Finds the first two items and starts the loads of the first one; whether there is one.
   __device__ __forceinline__ bool start(uint32_t& number) const {
-    if (p.ready == nullptr) {
+    if constexpr (!kBeside) {
       cudaTriggerProgrammaticLaunchCompletion();  // the summary of segments waits for this launch
     } else if (!stays(p)) {
       return false;
     }
     if (warp() == 3) {
-      number = p.ready != nullptr ? number_after(p, 0) : blockIdx.x;
-      if (p.ready != nullptr) wait_for_turn(p, number);
+      number = kBeside ? number_after(p, 0) : blockIdx.x;
+      if (kBeside) wait_for_turn(p, number);
       find_item(shared.item[0], p, number);
     }
     __syncthreads();
@@ -226,17 +225,17 @@ struct PrepBlock {
       if (item(turn + 2).rows > 0) bias = bias_of_column(item(turn + 2));
       if (turn % Traits::kWarps == static_cast<uint32_t>(warp())) {
         write_solve(shared, shared.beta[turn % 2], record_of(item(turn)), p.split_beta);
-        if (p.ready != nullptr) publish(item(turn));
+        if (kBeside) publish(item(turn));
       }
       if (!more) return;
     }
   }
 };
 
-template <class Io, int K>
+template <class Io, int K, bool kBeside>
 __global__ void __launch_bounds__(kPrepThreads, kIsBf16<Io> ? kPrepBlocksPerSm : 2)
     sm90_chunk_fwd_prep(const __grid_constant__ PrepParams p) {
-  PrepBlock<Io, K>{p, *shared_memory<PrepShared<Io, K>>()}.run();
+  PrepBlock<Io, K, kBeside>{p, *shared_memory<PrepShared<Io, K>>()}.run();
 }
 
 }  // namespace kda::cuda::sm90

@@ -115,12 +115,11 @@ __device__ __forceinline__ bool is_wide(const Tensor& t) {
   return t.dtype != kBFloat16 && t.dtype != kFloat16;
 }
 
-/// The warp's rows, of kBytes each, to shared memory; zeros from `rows` on. once: where records are
-/// to stay in L2. A policy for all copies, and the usual one elsewhere, makes S1 1.4 % slower.
-template <int kBytes>
+/// The warp's rows, of kBytes each, to shared memory; zeros from `rows` on. kOnce: where records
+/// are to stay in L2. Where they come back from memory the choice alone made S1 1 % slower.
+template <int kBytes, bool kOnce>
 __device__ __forceinline__ void copy_rows(unsigned char* shared, int shared_stride,
-                                          const std::byte* from, int64_t stride, int rows,
-                                          bool once) {
+                                          const std::byte* from, int64_t stride, int rows) {
   constexpr int kPieces = kBytes / 16;
   constexpr int kAtOnce = 32 / kPieces;
   const int lane = this_thread() % 32;
@@ -128,16 +127,15 @@ __device__ __forceinline__ void copy_rows(unsigned char* shared, int shared_stri
   auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared)) +
             static_cast<uint32_t>(row * shared_stride + lane % kPieces * 16);
   const std::byte* piece = from + row * stride + lane % kPieces * 16;
-  if (rows >= 8 && once) {
+  if (rows >= 8) {
 #pragma unroll
     for (int i = 0; i < 8; i += kAtOnce) {
-      copy_async_16_once(to + static_cast<uint32_t>(i * shared_stride), piece);
-      piece += kAtOnce * stride;
-    }
-  } else if (rows >= 8) {
-#pragma unroll
-    for (int i = 0; i < 8; i += kAtOnce) {
-      copy_async_16(to + static_cast<uint32_t>(i * shared_stride), piece);
+      const uint32_t place = to + static_cast<uint32_t>(i * shared_stride);
+      if constexpr (kOnce) {
+        copy_async_16_once(place, piece);
+      } else {
+        copy_async_16(place, piece);
+      }
       piece += kAtOnce * stride;
     }
   } else {

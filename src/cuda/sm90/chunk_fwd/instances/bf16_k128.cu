@@ -4,7 +4,8 @@
 
 namespace kda::cuda::sm90 {
 ChunkForwardKernels chunk_fwd_bf16_k128() {
-  return {sm90_chunk_fwd_prep<__nv_bfloat16, 128>, sizeof(PrepShared<__nv_bfloat16, 128>),
+  return {sm90_chunk_fwd_prep<__nv_bfloat16, 128, false>,
+          sm90_chunk_fwd_prep<__nv_bfloat16, 128, true>, sizeof(PrepShared<__nv_bfloat16, 128>),
           sm90_chunk_scan<ForwardConsumer<__nv_bfloat16, 128>>,
           sm90_chunk_scan<ForwardConsumer<__nv_bfloat16, 128, Walk::kSummary>>};
 }

@@ -4,8 +4,8 @@
 
 namespace kda::cuda::sm90 {
 ChunkForwardKernels chunk_fwd_fp16_k64() {
-  return {sm90_chunk_fwd_prep<__half, 64>, sizeof(PrepShared<__half, 64>),
-          sm90_chunk_scan<ForwardConsumer<__half, 64>>,
+  return {sm90_chunk_fwd_prep<__half, 64, false>, sm90_chunk_fwd_prep<__half, 64, true>,
+          sizeof(PrepShared<__half, 64>), sm90_chunk_scan<ForwardConsumer<__half, 64>>,
           sm90_chunk_scan<ForwardConsumer<__half, 64, Walk::kSummary>>};
 }
 }  // namespace kda::cuda::sm90

@@ -7,6 +7,7 @@ namespace kda::cuda::sm90 {
 
 struct ChunkForwardKernels {
   void (*prep)(PrepParams);
+  void (*prep_beside)(PrepParams);
   std::size_t prep_shared_bytes;
   void (*scan)(ScanParams);
   void (*summary)(ScanParams);
