@@ -114,7 +114,7 @@ class Strict:
 
     def __array_namespace__(self, **_):
         return types.SimpleNamespace(
-            from_dlpack=lambda x: Strict(np.from_dlpack(x)),
+            from_dlpack=lambda x: Strict(np.from_dlpack(x).copy()),  # NumPy 1.23: read-only
             reshape=lambda x, shape: Strict(x._array.reshape(shape)),
         )
 
