@@ -179,13 +179,31 @@ def _run_chunk(prepared: Prepared, tensors: tuple) -> tuple[torch.Tensor, torch.
 
 
 def _chunk_key(tensors: tuple, options: tuple) -> tuple | None:
-    """With disable_recompute, the last option, only a call that wants gradients keeps h. What is
-    equal to a chunk size or a flag, as 64.0 is, must still be checked."""
+    """With disable_recompute, the last option, only a call that wants gradients keeps h, and with
+    a limit of the workspace only such a call needs a backward. What is equal to a chunk size or a
+    flag, as 64.0 is, must still be checked."""
     if type(options[-1]) is not bool or type(options[-2]) is not int:
         return None
-    if options[-1]:
-        options = (*options[:-1], wants_gradients(tensors))
+    if options[-1] or _native.environment("KDA_WORKSPACE_LIMIT"):
+        options = (*options, wants_gradients(tensors))
     return _key(tensors, options)
+
+
+def needs_a_backward(tensors: tuple) -> bool:
+    """Whether a call is to be refused if it has a forward alone. Without a limit of the workspace
+    none has, and nobody need ask."""
+    return bool(_native.environment("KDA_WORKSPACE_LIMIT")) and wants_gradients(tensors)
+
+
+def _check_backward(prepared: Prepared, tensors: tuple) -> None:
+    """UnsupportedError if there is a forward and no backward, as a limit of the workspace may have
+    it: in backward() it would be too late to compute elsewhere."""
+    *inputs, cu_seqlens = tensors
+    name, shape, dtype = prepared.outputs[-1]
+    h = _torch.empty(shape, dtype, inputs[0]) if name == "h" else None
+    do = _torch.empty(tuple(inputs[2].shape), inputs[0].dtype, inputs[0])
+    needs = tuple(x is not None and x.requires_grad for x in inputs)
+    _kda.prepare_backward(_torch, do, None, inputs, cu_seqlens, prepared.options, needs, h)
 
 
 def chunk_was_seen(call: dict[str, Any]) -> bool:
@@ -223,6 +241,8 @@ def chunk_kda(
     copies = _torch.scattered(tensors)
     ready = _torch.laid_out(tensors, copies)
     prepared = _kda.prepare_forward(_torch, ready[:8], cu_seqlens, options, with_state, keeps_h)
+    if needs_a_backward(tensors):
+        _check_backward(prepared, ready)
     # Only where nothing was cast, reshaped or dropped.
     if all(a is b for a, b in zip(tensors, CHUNK_TENSORS(call))):
         _keep(_calls, key, prepared._replace(copies=copies))

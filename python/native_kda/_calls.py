@@ -92,6 +92,13 @@ def is_tracing() -> bool:
     return _autograd is not None and _autograd.is_compiling()
 
 
+def break_graph(why: str) -> None:
+    """Ends what torch.compile has traced. With fullgraph=True that is an error, which says why."""
+    import torch
+
+    torch._dynamo.graph_break(msg=why)
+
+
 def torch_frame() -> Any:
     return _torch_frame
 
@@ -144,13 +151,17 @@ def device_type(q: Any) -> str:
 
 
 def _align_dtypes(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-    """Under autocast q, k and v may come in different dtypes: then all take autocast's."""
+    """Under autocast q, k and v may come in different dtypes: then all take autocast's, if they are
+    of what torch casts there, which are neither integers nor fp64."""
     if q.dtype == k.dtype == v.dtype:
         return q, k, v
     import torch
 
     kind = q.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    # Devices without autocast may not be asked, and torch.compile cannot ask which those are.
+    if kind not in _problem.DEVICE_TYPES or not torch.is_autocast_enabled(kind):
+        return q, k, v
+    if not all(x.is_floating_point() and x.dtype != torch.float64 for x in (q, k, v)):
         return q, k, v
     dtype = torch.get_autocast_dtype(kind)
     return q.to(dtype), k.to(dtype), v.to(dtype)
@@ -263,6 +274,11 @@ def was_seen(call: dict[str, Any]) -> bool:
     return _may_be_seen(call, _CHUNK_LENGTH) and _autograd.chunk_was_seen(call)
 
 
+def needs_a_backward(call: dict[str, Any]) -> bool:
+    """Whether a call of chunk_kda is refused for want of a backward alone, as _autograd has it."""
+    return is_torch(call["q"]) and _autograd.needs_a_backward(_autograd.CHUNK_TENSORS(call))
+
+
 def _check_on_meta(leader: Any, prepare: Callable[..., Any], *how: Any) -> None:
     """On meta the operators tell shapes and dtypes, whatever they are given: what the library
     checks is checked as on the CPU. Inside a trace extents need not be numbers."""
@@ -347,7 +363,19 @@ def chunk_backward(
             _arrays.hand_over(x, arrays[0])
             for x in _kda.backward(_arrays, do, dfinal_state, arrays, cu, options, needs)
         ]
-    return {name: x for name, x in zip(_kda.GRADIENTS, gradients) if x is not None}
+    given = map(call.get, _kda.INPUTS)
+    return {
+        name: _like(given_input, x)
+        for name, given_input, x in zip(_kda.GRADIENTS, given, gradients)
+        if x is not None
+    }
+
+
+def _like(given: Any, gradient: Any) -> Any:
+    """The gradient of an input that the call may have cast or reshaped, as it was given."""
+    if tuple(gradient.shape) != tuple(given.shape):
+        gradient = gradient.reshape(given.shape)
+    return gradient.to(given.dtype) if is_torch(given) else gradient
 
 
 def _check_states_in_place(states: Any, indices: Any) -> None:

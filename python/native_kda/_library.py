@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from . import _checks, _derivatives, _kda, _operations, _problem, _torch
-from ._problem import Options
+from . import _checks, _derivatives, _kda, _log, _operations, _problem, _torch
+from ._problem import Options, UnsupportedError
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, "
@@ -30,6 +30,18 @@ def _none_if_empty(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def _or_empty(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     return like.new_empty((0,)) if tensor is None else tensor
+
+
+def _check_enabled(operator: str) -> None:
+    """The public functions heed NATIVE_KDA_DISABLE before they come here; what was compiled or
+    traced earlier, and torch.ops itself, do not. The backward of chunk_kda is let through: it
+    belongs to a forward that ran here."""
+    if _log.disabled():
+        raise UnsupportedError(
+            f"torch.ops.native_kda.{operator}: NATIVE_KDA_DISABLE is set; a program that was "
+            "compiled or traced before has this operator inside: compile or trace it again, after "
+            "torch.compiler.reset()"
+        )
 
 
 torch.library.define(
@@ -59,6 +71,7 @@ torch.library.define(
 
 @torch.library.impl("native_kda::chunk_kda", _DEVICES)
 def _(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, *rest):
+    _check_enabled("chunk_kda")
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     options, output_final_state = Options(*rest[:8]), rest[8]
     o, final_state, _ = _kda.forward(_torch, inputs, cu_seqlens, options, output_final_state)
@@ -100,6 +113,7 @@ def _(do, dfinal_state, q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seql
 
 @torch.library.impl("native_kda::recurrent_kda", _DEVICES)
 def _(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, *rest):
+    _check_enabled("recurrent_kda")
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     options, output_final_state = Options(*rest[:8]), rest[8]
     o, final_state = _kda.recurrent(_torch, inputs, cu_seqlens, options, output_final_state)
@@ -113,6 +127,7 @@ def _(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, *rest):
 
 @torch.library.impl("native_kda::recurrent_kda_pool", _DEVICES)
 def _(q, k, v, g, beta, A_log, dt_bias, pool, cu_seqlens, state_indices, num_accepted, *rest):
+    _check_enabled("recurrent_kda_pool")
     inputs = (q, k, v, g, beta, A_log, dt_bias, pool)
     o, _ = _kda.recurrent(
         _torch,
@@ -157,6 +172,7 @@ def _define(operation: str) -> None:
 
     @torch.library.impl(f"native_kda::{operation}", _DEVICES)
     def _(*args):
+        _check_enabled(operation)
         names, options, given = take(args)
         results = _operations.run(_torch, operation, names, options, given)
         return give(names, results, next(iter(given.values())))

@@ -175,6 +175,8 @@ def _verify(
         call = _CALLS[function](args, kwargs)
         if function == "chunk_kda" and not _calls.was_seen(call):
             support.plan(call)
+            if _calls.needs_a_backward(call):
+                support.plan(call, backward=True)
     except (UnsupportedError, ValueError, TypeError) as error:
         # fla takes an error here for a no. It is raised when the call runs.
         return (True, None) if _insists(function, error) else (False, str(error))
