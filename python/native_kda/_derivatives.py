@@ -75,7 +75,7 @@ def _register(operator: str, function: str, differentiated: Callable[..., Any]) 
     names = [argument.name for argument in overload._schema.arguments]
     names = ["initial_state" if name == "pool" else name for name in names]  # of `function`
 
-    def kernel(keyset, *args):
+    def kernel(keyset: Any, *args: Any) -> Any:
         given = [(n, x) for n, x in zip(names, args) if isinstance(x, torch.Tensor)]
         if forward_ad._current_level >= 0:
             for name, tensor in given:
@@ -95,14 +95,14 @@ class _ChunkKda(torch.autograd.Function):
     """Keeps the inputs alone."""
 
     @staticmethod
-    def forward(ctx, overload, keyset, *args):
+    def forward(ctx: Any, overload: Any, keyset: Any, *args: Any) -> Any:
         ctx.save_for_backward(*args[:9])
         ctx.options, ctx.output_final_state = args[9:17], args[17]
         ctx.set_materialize_grads(False)
         return _below(overload, keyset, *args)
 
     @staticmethod
-    def backward(ctx, do, dfinal_state):
+    def backward(ctx: Any, do: Any, dfinal_state: Any) -> Any:
         saved = ctx.saved_tensors
         do = torch.zeros_like(saved[2]) if do is None else _torch.dense(do)
         if dfinal_state is not None:
@@ -130,12 +130,12 @@ class _Undifferentiable(torch.autograd.Function):
     """Computes as ever; what is wrong is to go back from the result."""
 
     @staticmethod
-    def forward(ctx, why, overload, keyset, *args):
+    def forward(ctx: Any, why: str, overload: Any, keyset: Any, *args: Any) -> Any:
         ctx.why = why
         return _below(overload, keyset, *args)
 
     @staticmethod
-    def backward(ctx, *gradients):
+    def backward(ctx: Any, *gradients: Any) -> Any:
         raise RuntimeError(ctx.why)
 
 

@@ -12,8 +12,9 @@ def _place(name: str, ends: Any, of_torch: bool) -> str:
     return str(ends.device) if of_torch else _arrays.place(_arrays.Array(name, ends))
 
 
-def _values(ends: Any, of_torch: bool) -> Any:
-    return ends.tolist() if of_torch else _arrays.values(ends)
+def _values(ends: Any, of_torch: bool) -> list[int]:
+    found: list[int] = ends.tolist() if of_torch else _arrays.values(ends)
+    return found
 
 
 def check_on_host(host: Any, host_of_torch: bool, of_torch: bool, cu_seqlens: Any) -> None:

@@ -206,7 +206,7 @@ def _run(function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _backend_class(base: type) -> type:
-    class NativeKdaBackend(base):  # type: ignore[misc, valid-type]
+    class NativeKdaBackend(base):  # type: ignore[misc]
         backend_type = "native_kda"
         package_name = "native_kda"
         env_var = "FLA_NATIVE_KDA"
