@@ -365,16 +365,16 @@ def chunk_backward(
         ]
     given = map(call.get, _kda.INPUTS)
     return {
-        name: _like(given_input, x)
+        name: _like(name, given_input, x)
         for name, given_input, x in zip(_kda.GRADIENTS, given, gradients)
         if x is not None
     }
 
 
-def _like(given: Any, gradient: Any) -> Any:
+def _like(name: str, given: Any, gradient: Any) -> Any:
     """The gradient of an input that the call may have cast or reshaped, as it was given."""
     if tuple(gradient.shape) != tuple(given.shape):
-        gradient = gradient.reshape(given.shape)
+        gradient = _arrays.reshape(name, gradient, tuple(given.shape))
     return gradient.to(given.dtype) if is_torch(given) else gradient
 
 
