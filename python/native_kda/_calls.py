@@ -103,7 +103,7 @@ def torch_frame() -> Any:
     return _torch_frame
 
 
-def needs_operators(tensors: tuple) -> bool:
+def needs_operators(tensors: tuple[Any, ...]) -> bool:
     """Of tensors of torch: whether calls go through its dispatcher."""
     return _autograd.needs_operators(tensors)
 
@@ -119,7 +119,7 @@ def check_enabled(function: str) -> None:
 
 def torch_operation(
     operation: str, outputs: tuple[str, ...], options: Options, given: dict[str, Any]
-) -> tuple:
+) -> tuple[Any, ...]:
     """An operation on tensors of torch by its signature."""
     leader = next(iter(given.values()))
     _check_on_meta(leader, _operations.prepare, operation, outputs, options, given)
@@ -197,7 +197,7 @@ def _options(call: dict[str, Any], defaults: dict[str, Any]) -> Options:
     return _checks.options_of(call, state_v_first)
 
 
-def _inputs(call: dict[str, Any], options: Options, states: Any) -> tuple:
+def _inputs(call: dict[str, Any], options: Options, states: Any) -> tuple[Any, ...]:
     """q, k, v, g, beta, A_log, dt_bias, initial_state; `states` has one row a sequence."""
     tensors = tuple(call[name] for name in _TENSORS)
     q, k, v, g, beta = tensors
@@ -222,7 +222,7 @@ def _check_intermediate_states(call: dict[str, Any]) -> None:
         _lengths.check_on_host(host, is_torch(host), is_torch(call["q"]), cu_seqlens)
 
 
-def chunk_problem(call: dict[str, Any]) -> tuple[dict[str, Any], tuple, Options]:
+def chunk_problem(call: dict[str, Any]) -> tuple[dict[str, Any], tuple[Any, ...], Options]:
     """A call of chunk_kda with its options as values of Python, its inputs and its options."""
     call = _checks.natively(call)
     check_tensors(_tensors_in(call))
@@ -244,12 +244,12 @@ def chunk_problem(call: dict[str, Any]) -> tuple[dict[str, Any], tuple, Options]
     return call, inputs, options
 
 
-def wrap(inputs: tuple) -> tuple:
+def wrap(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """The inputs of chunk_problem that are arrays."""
     return tuple(map(_arrays.wrap, _kda.INPUTS, inputs))
 
 
-def chunk_again(tensors: tuple, options: tuple) -> tuple | None:
+def chunk_again(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """The result of chunk_kda if a call like this was made before: most of what calls cost the
     host is saved. The arguments are in the order of _autograd.CHUNK_TENSORS and CHUNK_OPTIONS."""
     if not is_torch(tensors[0]) or is_tracing():
@@ -257,7 +257,7 @@ def chunk_again(tensors: tuple, options: tuple) -> tuple | None:
     return _autograd.chunk_again(tensors, options)
 
 
-def recurrent_again(tensors: tuple, options: tuple) -> tuple | None:
+def recurrent_again(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """As chunk_again, of fused_recurrent_kda."""
     if not is_torch(tensors[0]) or is_tracing():
         return None
@@ -311,7 +311,11 @@ def chunk(call: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _chunk_with_states(
-    inputs: tuple, cu_seqlens: Any, cu_seqlens_cpu: Any, options: Options, with_state: bool
+    inputs: tuple[Any, ...],
+    cu_seqlens: Any,
+    cu_seqlens_cpu: Any,
+    options: Options,
+    with_state: bool,
 ) -> tuple[Any, Any, Any]:
     ends = arrays = None
     if cu_seqlens is not None:
