@@ -159,7 +159,7 @@ def _define(operation: str) -> None:
         tags=_TAGS,
     )
 
-    def take(args: tuple) -> tuple[tuple[str, ...], Options, dict[str, Any]]:
+    def take(args: tuple[Any, ...]) -> tuple[tuple[str, ...], Options, dict[str, Any]]:
         given = {spec.name: x for spec, x in zip(inputs, args) if x is not None}
         *options, wanted = args[len(inputs) :]
         names = tuple(spec.name for spec, want in zip(outputs, wanted) if want)
@@ -195,7 +195,7 @@ for _stage in _problem.OPERATIONS[3:]:
 
 def run(
     operation: str, outputs: tuple[str, ...], options: Options, given: dict[str, Any]
-) -> tuple:
+) -> tuple[Any, ...]:
     """Any operation as an operator; the outputs in the order of their names."""
     names = [spec.name for spec in _operations.outputs_of(operation)]
     inputs = [given.get(spec.name) for spec in _operations.inputs_of(operation)]
@@ -206,7 +206,7 @@ def run(
 
 
 def chunk_kda(
-    inputs: tuple, cu_seqlens: Any, options: Options, output_final_state: bool
+    inputs: tuple[Any, ...], cu_seqlens: Any, options: Options, output_final_state: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The forward as an operator, with gradients."""
     inputs = _torch.laid_out(inputs, _torch.scattered(inputs))
@@ -217,7 +217,7 @@ def chunk_kda(
 
 
 def recurrent_kda(
-    inputs: tuple, cu_seqlens: Any, options: Options, output_final_state: bool
+    inputs: tuple[Any, ...], cu_seqlens: Any, options: Options, output_final_state: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     o, final_state = torch.ops.native_kda.recurrent_kda(
         *inputs, cu_seqlens, *options, output_final_state
@@ -226,7 +226,11 @@ def recurrent_kda(
 
 
 def recurrent_kda_pool(
-    inputs: tuple, cu_seqlens: Any, state_indices: Any, num_accepted: Any, options: Options
+    inputs: tuple[Any, ...],
+    cu_seqlens: Any,
+    state_indices: Any,
+    num_accepted: Any,
+    options: Options,
 ) -> torch.Tensor:
     return torch.ops.native_kda.recurrent_kda_pool(
         *inputs, cu_seqlens, state_indices, num_accepted, *options
