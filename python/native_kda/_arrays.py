@@ -1,7 +1,8 @@
 """The route of NumPy, CuPy, JAX and other arrays that speak DLPack.
 
-Outputs are arrays of the kind of q. JAX arrays cannot be written, so that theirs are computed into
-NumPy memory and handed over.
+Outputs are arrays of the package of q. CuPy allocates its own; all others are computed into memory
+of NumPy and handed over by from_dlpack of the package, if it has that: JAX arrays cannot be
+written, and how others are allocated each package says differently.
 """
 
 from __future__ import annotations
@@ -12,14 +13,8 @@ from typing import Any
 from . import _native, _problem
 from ._problem import ArgumentError
 
-_CODES = {
-    "bfloat16": _problem.BF16,
-    "float16": _problem.F16,
-    "float32": _problem.F32,
-    "float64": _problem.F64,
-    "int32": _problem.I32,
-    "int64": _problem.I64,
-}
+# By their numbers, as NumPy calls them: each package has its own names.
+_DTYPES = ("none", "bfloat16", "float16", "float32", "float64", "int32", "int64")
 # kDLCPU, kDLCUDAHost; kDLCUDA, kDLCUDAManaged
 _DEVICES = {1: _problem.CPU, 3: _problem.CPU, 2: _problem.CUDA, 13: _problem.CUDA}
 _BYTES = (0, 2, 2, 4, 8, 4, 8)  # of an element, by the number of its dtype
@@ -34,8 +29,8 @@ class Array:
 
     def __init__(self, name: str, array: Any) -> None:
         self.array = array
-        self.dtype = array.dtype
         self.address, self.code, self.shape, self.strides, kind, index = _describe(name, array)
+        self.dtype = _DTYPES[self.code] if self.code else array.dtype
         if kind not in _DEVICES:
             raise _problem.nowhere(name, f"device type {kind} of DLPack")
         device = _DEVICES[kind]
@@ -84,7 +79,7 @@ def _unreadable(name: str, array: Any) -> ArgumentError:
     return ArgumentError(f"{found}, which cannot be read, {_EXPECTED}")
 
 
-def _describe(name: str, array: Any) -> tuple:
+def _describe(name: str, array: Any) -> tuple[Any, ...]:
     # NumPy exports bfloat16 (of package ml_dtypes) neither by DLPack nor as a buffer.
     if str(getattr(array, "dtype", "")) == "bfloat16" and package_of(array) == "numpy":
         address, _, *rest = _native.describe(array.view("uint16"))
@@ -120,7 +115,7 @@ def package_of(array: Any) -> str:
     return type(array).__module__.partition(".")[0]
 
 
-def describe(rows: list[tuple[str, Array]]) -> tuple[tuple, tuple[int, int]]:
+def describe(rows: list[tuple[str, Array]]) -> tuple[tuple[Any, ...], tuple[int, int]]:
     layouts = []
     first, device = rows[0][0], rows[0][1].device
     for name, array in rows:
@@ -132,17 +127,32 @@ def describe(rows: list[tuple[str, Array]]) -> tuple[tuple, tuple[int, int]]:
     return tuple(layouts), device
 
 
-def code(dtype: Any) -> int:
-    return _CODES[str(dtype)]
+def code(dtype: str) -> int:
+    return _DTYPES.index(dtype)
 
 
-def run(plan: _native.Plan, tensors: tuple, workspace: int, size: int, stream: int) -> None:
+def run(
+    plan: _native.Plan, tensors: tuple[Any, ...], workspace: int, size: int, stream: int
+) -> None:
     plan.run(tuple(array.address for array in tensors), workspace, size, stream)
 
 
 def stream(device: tuple[int, int]) -> int:
     cupy = sys.modules.get("cupy")
     return 0 if cupy is None else cupy.cuda.get_current_stream(device[1]).ptr
+
+
+def _numpys(dtype: str) -> Any:
+    """NumPy has bfloat16 by package ml_dtypes alone, which JAX brings along."""
+    if dtype != "bfloat16":
+        return dtype
+    try:
+        import ml_dtypes
+    except ImportError as missing:
+        raise _problem.UnsupportedError(
+            f"arrays of bfloat16: results cannot be allocated without package ml_dtypes ({missing})"
+        ) from None
+    return ml_dtypes.bfloat16
 
 
 def _cupy_empty(shape: Any, dtype: Any, like: Array) -> Any:
@@ -167,29 +177,60 @@ def workspace(size: int, like: Array) -> tuple[Any, int]:
     return memory, (memory.ctypes.data + 63) // 64 * 64
 
 
-def empty(shape: tuple, dtype: Any, like: Array) -> Array:
+def empty(shape: tuple[Any, ...], dtype: str, like: Array) -> Array:
     if like.device[0] == _problem.CUDA:
-        return Array("result", _cupy_empty(shape, dtype, like))
+        return Array("result", _cupy_empty(shape, _numpys(dtype), like))
     import numpy
 
-    return Array("result", numpy.empty(shape, dtype))
+    return Array("result", numpy.empty(shape, _numpys(dtype)))
 
 
 def empty_like(tensor: Array) -> Array:
     return empty(tuple(tensor.shape), tensor.dtype, tensor)
 
 
-def state_dtype(q: Array) -> Any:
-    return "float64" if str(q.dtype) == "float64" else "float32"
+def state_dtype(q: Array) -> str:
+    return "float64" if q.dtype == "float64" else "float32"
 
 
-def hand_over(result: Array | None, like: Any) -> Any:
-    """The array for the caller, of the package of `like`."""
+def hand_over(result: Any, like: Array) -> Any:
+    """An Array or what is in one for the caller, of the package of `like`."""
     if result is None:
         return None
-    if package_of(like.array) == "jax":
-        return sys.modules["jax"].numpy.asarray(result.array)
-    return result.array
+    result = unwrap(result)
+    package = package_of(like.array)
+    if package == "jax":
+        return sys.modules["jax"].numpy.asarray(result)
+    if package in _PACKAGES or str(result.dtype) == "bfloat16":  # NumPy does not export that
+        return result
+    take = getattr(_namespace(like.array), "from_dlpack", None)
+    return result if take is None else take(result)
+
+
+def _namespace(array: Any) -> Any:
+    """The functions of an array's package, as the array API standard has them, or the package."""
+    if hasattr(array, "__array_namespace__"):
+        return array.__array_namespace__()
+    return sys.modules.get(package_of(array))
+
+
+def reshape(name: str, array: Any, shape: tuple[int, ...]) -> Any:
+    """The standard has it as a function; not all arrays have it as a method."""
+    if hasattr(array, "reshape"):
+        return array.reshape(shape)
+    function = getattr(_namespace(array), "reshape", None)
+    if function is None:
+        raise ArgumentError(f"{name}: found shape {list(array.shape)}, expected {list(shape)}")
+    return function(array, shape)
+
+
+def values(array: Any) -> Any:
+    """Of one on the host, or with a method that brings them there."""
+    if hasattr(array, "tolist"):
+        return array.tolist()
+    import numpy
+
+    return numpy.from_dlpack(array).tolist()
 
 
 def check_writable(name: str, array: Any) -> None:

@@ -59,13 +59,13 @@ _MOST = 1024
 class _Memory(dict):  # type: ignore[type-arg]
     """Bounded, so that ever changing lengths do not grow it. Holds no tensor."""
 
-    def find(self, key: tuple | None) -> Any:
+    def find(self, key: tuple[Any, ...] | None) -> Any:
         try:
             return self.get(key)
         except TypeError:  # an option that cannot be hashed
             return None
 
-    def remember(self, key: tuple, value: Any) -> None:
+    def remember(self, key: tuple[Any, ...], value: Any) -> None:
         if len(self) >= _MOST:
             self.clear()
         self[key] = value
@@ -85,7 +85,7 @@ def is_watched() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def needs_operators(tensors: tuple) -> bool:
+def needs_operators(tensors: tuple[Any, ...]) -> bool:
     """As is_watched; so do tensor subclasses, tensors elsewhere, what is left of a function
     transform, and tensors that are to be read as their negative."""
     q = tensors[0]
@@ -99,7 +99,7 @@ def needs_operators(tensors: tuple) -> bool:
     return any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in given)
 
 
-def _key(tensors: tuple, options: tuple) -> tuple | None:
+def _key(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """What the call is known by, if it can be remembered."""
     if _torch.reader is None or is_watched():
         return None
@@ -110,16 +110,18 @@ def _key(tensors: tuple, options: tuple) -> tuple | None:
     return layouts, options, _problem.environment(), disabled
 
 
-def _keep(memory: _Memory, key: tuple | None, prepared: Any) -> None:
+def _keep(memory: _Memory, key: tuple[Any, ...] | None, prepared: Any) -> None:
     if key is not None and all(type(option) in _SCALARS for option in key[1]):
         memory.remember(key, prepared)
 
 
-def _present(tensors: tuple) -> tuple:
+def _present(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple([tensor for tensor in tensors if tensor is not None])
 
 
-def _forward(prepared: Prepared, tensors: tuple) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _forward(
+    prepared: Prepared, tensors: tuple[Any, ...]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     results = _problem.execute(_torch, prepared, tensors)
     return results[0], results[1] if len(results) > 1 else None
 
@@ -170,7 +172,9 @@ class ChunkKda(torch.autograd.Function):
 _apply = super(torch.autograd.Function, ChunkKda).apply
 
 
-def _run_chunk(prepared: Prepared, tensors: tuple) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _run_chunk(
+    prepared: Prepared, tensors: tuple[Any, ...]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     if prepared.copies:
         tensors = _torch.laid_out(tensors, prepared.copies)
     if wants_gradients(tensors):
@@ -178,28 +182,46 @@ def _run_chunk(prepared: Prepared, tensors: tuple) -> tuple[torch.Tensor, torch.
     return _forward(prepared, _present(tensors))
 
 
-def _chunk_key(tensors: tuple, options: tuple) -> tuple | None:
-    """With disable_recompute, the last option, only a call that wants gradients keeps h. What is
-    equal to a chunk size or a flag, as 64.0 is, must still be checked."""
+def _chunk_key(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """With disable_recompute, the last option, only a call that wants gradients keeps h, and with
+    a limit of the workspace only such a call needs a backward. What is equal to a chunk size or a
+    flag, as 64.0 is, must still be checked."""
     if type(options[-1]) is not bool or type(options[-2]) is not int:
         return None
-    if options[-1]:
-        options = (*options[:-1], wants_gradients(tensors))
+    if options[-1] or _native.environment("KDA_WORKSPACE_LIMIT"):
+        options = (*options, wants_gradients(tensors))
     return _key(tensors, options)
+
+
+def needs_a_backward(tensors: tuple[Any, ...]) -> bool:
+    """Whether a call is to be refused if it has a forward alone. Without a limit of the workspace
+    none has, and nobody need ask."""
+    return bool(_native.environment("KDA_WORKSPACE_LIMIT")) and wants_gradients(tensors)
+
+
+def _check_backward(prepared: Prepared, tensors: tuple[Any, ...]) -> None:
+    """UnsupportedError if there is a forward and no backward, as a limit of the workspace may have
+    it: in backward() it would be too late to compute elsewhere."""
+    *inputs, cu_seqlens = tensors
+    name, shape, dtype = prepared.outputs[-1]
+    h = _torch.empty(shape, dtype, inputs[0]) if name == "h" else None
+    do = _torch.empty(tuple(inputs[2].shape), inputs[0].dtype, inputs[0])
+    needs = tuple(x is not None and x.requires_grad for x in inputs)
+    _kda.prepare_backward(_torch, do, None, inputs, cu_seqlens, prepared.options, needs, h)
 
 
 def chunk_was_seen(call: dict[str, Any]) -> bool:
     return _calls.find(_chunk_key(CHUNK_TENSORS(call), CHUNK_OPTIONS(call))) is not None
 
 
-def chunk_again(tensors: tuple, options: tuple) -> tuple | None:
+def chunk_again(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """The result if a call like this was made before, its arguments as the getters above give
     them."""
     prepared = _calls.find(_chunk_key(tensors, options))
     return None if prepared is None else _run_chunk(prepared, tensors)
 
 
-def chunk_seen(call: dict[str, Any]) -> tuple[tuple | None, tuple | None]:
+def chunk_seen(call: dict[str, Any]) -> tuple[tuple[Any, ...] | None, tuple[Any, ...] | None]:
     """As chunk_again, and the key to remember the call by."""
     tensors = CHUNK_TENSORS(call)
     key = _chunk_key(tensors, CHUNK_OPTIONS(call))
@@ -209,8 +231,8 @@ def chunk_seen(call: dict[str, Any]) -> tuple[tuple | None, tuple | None]:
 
 def chunk_kda(
     call: dict[str, Any],
-    key: tuple | None,
-    inputs: tuple,
+    key: tuple[Any, ...] | None,
+    inputs: tuple[Any, ...],
     cu_seqlens: Any,
     options: Options,
     with_state: bool,
@@ -223,13 +245,15 @@ def chunk_kda(
     copies = _torch.scattered(tensors)
     ready = _torch.laid_out(tensors, copies)
     prepared = _kda.prepare_forward(_torch, ready[:8], cu_seqlens, options, with_state, keeps_h)
+    if needs_a_backward(tensors):
+        _check_backward(prepared, ready)
     # Only where nothing was cast, reshaped or dropped.
     if all(a is b for a, b in zip(tensors, CHUNK_TENSORS(call))):
         _keep(_calls, key, prepared._replace(copies=copies))
     return _run_chunk(prepared, ready)
 
 
-def _run_decode(prepared: Prepared, tensors: tuple, in_place: bool) -> tuple[Any, Any]:
+def _run_decode(prepared: Prepared, tensors: tuple[Any, ...], in_place: bool) -> tuple[Any, Any]:
     refuse_gradients(tensors)
     states = tensors[7]
     given = _present(tensors)
@@ -241,13 +265,13 @@ def _run_decode(prepared: Prepared, tensors: tuple, in_place: bool) -> tuple[Any
     return o, states
 
 
-def recurrent_again(tensors: tuple, options: tuple) -> tuple | None:
+def recurrent_again(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """As chunk_again. What is remembered says besides whether states are updated in place."""
     seen = _calls.find(_key(tensors, options))
     return None if seen is None else _run_decode(seen[0], tensors, seen[1])
 
 
-def recurrent_seen(call: dict[str, Any]) -> tuple[tuple | None, tuple | None]:
+def recurrent_seen(call: dict[str, Any]) -> tuple[tuple[Any, ...] | None, tuple[Any, ...] | None]:
     """As chunk_seen."""
     tensors = DECODE_TENSORS(call)
     key = _key(tensors, DECODE_OPTIONS(call))
@@ -257,8 +281,8 @@ def recurrent_seen(call: dict[str, Any]) -> tuple[tuple | None, tuple | None]:
 
 def recurrent_kda(
     call: dict[str, Any],
-    key: tuple | None,
-    inputs: tuple,
+    key: tuple[Any, ...] | None,
+    inputs: tuple[Any, ...],
     cu_seqlens: Any,
     options: Options,
     with_state: bool,
@@ -280,7 +304,7 @@ def recurrent_kda(
     return _run_decode(prepared, tensors, in_place)
 
 
-def _is_plain(tensors: tuple) -> bool:
+def _is_plain(tensors: tuple[Any, ...]) -> bool:
     """Whether nothing would see an operator: no tracer, no transform, no autograd."""
     return not (needs_operators(tensors) or wants_gradients(tensors))
 
@@ -288,18 +312,20 @@ def _is_plain(tensors: tuple) -> bool:
 def chunk_backward(
     do: torch.Tensor,
     dfinal_state: Any,
-    inputs: tuple,
+    inputs: tuple[Any, ...],
     cu_seqlens: Any,
     options: Options,
     needs: tuple[bool, ...],
-) -> tuple:
+) -> tuple[Any, ...]:
     """The gradients of the inputs, in their order; None where not needed."""
     if _is_plain((*inputs, cu_seqlens, do, dfinal_state)):
         return _kda.backward(_torch, do, dfinal_state, inputs, cu_seqlens, options, needs)
     return chunk_kda_backward(do, dfinal_state, (*inputs, cu_seqlens), options, needs)
 
 
-def operation(name: str, outputs: tuple[str, ...], options: Options, given: dict) -> tuple:
+def operation(
+    name: str, outputs: tuple[str, ...], options: Options, given: dict[str, Any]
+) -> tuple[Any, ...]:
     """A stage, or chunk_kda with its intermediate states."""
     if _is_plain(tuple(given.values())):
         return _operations.run(_torch, name, outputs, options, given)

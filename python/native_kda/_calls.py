@@ -92,11 +92,18 @@ def is_tracing() -> bool:
     return _autograd is not None and _autograd.is_compiling()
 
 
+def break_graph(why: str) -> None:
+    """Ends what torch.compile has traced. With fullgraph=True that is an error, which says why."""
+    import torch
+
+    torch._dynamo.graph_break(msg=why)
+
+
 def torch_frame() -> Any:
     return _torch_frame
 
 
-def needs_operators(tensors: tuple) -> bool:
+def needs_operators(tensors: tuple[Any, ...]) -> bool:
     """Of tensors of torch: whether calls go through its dispatcher."""
     return _autograd.needs_operators(tensors)
 
@@ -112,7 +119,7 @@ def check_enabled(function: str) -> None:
 
 def torch_operation(
     operation: str, outputs: tuple[str, ...], options: Options, given: dict[str, Any]
-) -> tuple:
+) -> tuple[Any, ...]:
     """An operation on tensors of torch by its signature."""
     leader = next(iter(given.values()))
     _check_on_meta(leader, _operations.prepare, operation, outputs, options, given)
@@ -144,29 +151,41 @@ def device_type(q: Any) -> str:
 
 
 def _align_dtypes(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-    """Under autocast q, k and v may come in different dtypes: then all take autocast's."""
+    """Under autocast q, k and v may come in different dtypes: then all take autocast's, if they are
+    of what torch casts there, which are neither integers nor fp64."""
     if q.dtype == k.dtype == v.dtype:
         return q, k, v
     import torch
 
     kind = q.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    # Devices without autocast may not be asked, and torch.compile cannot ask which those are.
+    if kind not in _problem.DEVICE_TYPES or not torch.is_autocast_enabled(kind):
+        return q, k, v
+    if not all(x.is_floating_point() and x.dtype != torch.float64 for x in (q, k, v)):
         return q, k, v
     dtype = torch.get_autocast_dtype(kind)
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
+def _is_fp64(tensor: Any) -> bool:
+    return str(tensor.dtype).endswith("float64")
+
+
 def _flat(A_log: Any, dt_bias: Any, sizes: Sizes) -> tuple[Any, Any]:
     """A_log as [HV], whatever dimensions of 1 it has; dt_bias as [HV*K] or [HV,K]."""
     if A_log is not None and len(A_log.shape) != 1:
-        A_log = A_log.reshape(-1)
+        if math.prod(A_log.shape) != sizes.HV:
+            raise ArgumentError(
+                f"A_log: found shape {list(A_log.shape)}, expected [HV] with HV = {sizes.HV}"
+            )
+        A_log = _arrays.reshape("A_log", A_log, (sizes.HV,))
     if dt_bias is not None and math.prod(dt_bias.shape) != sizes.HV * sizes.K:
         raise ArgumentError(
             f"dt_bias: found shape {list(dt_bias.shape)}, expected [HV*K] or [HV, K] with "
             f"HV, K = {sizes.HV}, {sizes.K}"
         )
     if dt_bias is not None and len(dt_bias.shape) not in (1, 2):
-        dt_bias = dt_bias.reshape(sizes.HV, sizes.K)
+        dt_bias = _arrays.reshape("dt_bias", dt_bias, (sizes.HV, sizes.K))
     return A_log, dt_bias
 
 
@@ -178,7 +197,7 @@ def _options(call: dict[str, Any], defaults: dict[str, Any]) -> Options:
     return _checks.options_of(call, state_v_first)
 
 
-def _inputs(call: dict[str, Any], options: Options, states: Any) -> tuple:
+def _inputs(call: dict[str, Any], options: Options, states: Any) -> tuple[Any, ...]:
     """q, k, v, g, beta, A_log, dt_bias, initial_state; `states` has one row a sequence."""
     tensors = tuple(call[name] for name in _TENSORS)
     q, k, v, g, beta = tensors
@@ -203,7 +222,7 @@ def _check_intermediate_states(call: dict[str, Any]) -> None:
         _lengths.check_on_host(host, is_torch(host), is_torch(call["q"]), cu_seqlens)
 
 
-def chunk_problem(call: dict[str, Any]) -> tuple[dict[str, Any], tuple, Options]:
+def chunk_problem(call: dict[str, Any]) -> tuple[dict[str, Any], tuple[Any, ...], Options]:
     """A call of chunk_kda with its options as values of Python, its inputs and its options."""
     call = _checks.natively(call)
     check_tensors(_tensors_in(call))
@@ -215,7 +234,7 @@ def chunk_problem(call: dict[str, Any]) -> tuple[dict[str, Any], tuple, Options]
     inputs = _inputs(call, options, states)
     if states is not None:
         found = str(states.dtype)
-        accepted = ("float32", "float64") if str(inputs[0].dtype).endswith("64") else ("float32",)
+        accepted = ("float32", "float64") if _is_fp64(inputs[0]) else ("float32",)
         if not found.endswith(accepted):
             raise ArgumentError(
                 f"initial_state: found dtype {found}, initial_state must be in float32"
@@ -225,12 +244,12 @@ def chunk_problem(call: dict[str, Any]) -> tuple[dict[str, Any], tuple, Options]
     return call, inputs, options
 
 
-def wrap(inputs: tuple) -> tuple:
+def wrap(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """The inputs of chunk_problem that are arrays."""
     return tuple(map(_arrays.wrap, _kda.INPUTS, inputs))
 
 
-def chunk_again(tensors: tuple, options: tuple) -> tuple | None:
+def chunk_again(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """The result of chunk_kda if a call like this was made before: most of what calls cost the
     host is saved. The arguments are in the order of _autograd.CHUNK_TENSORS and CHUNK_OPTIONS."""
     if not is_torch(tensors[0]) or is_tracing():
@@ -238,7 +257,7 @@ def chunk_again(tensors: tuple, options: tuple) -> tuple | None:
     return _autograd.chunk_again(tensors, options)
 
 
-def recurrent_again(tensors: tuple, options: tuple) -> tuple | None:
+def recurrent_again(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """As chunk_again, of fused_recurrent_kda."""
     if not is_torch(tensors[0]) or is_tracing():
         return None
@@ -253,6 +272,11 @@ def _may_be_seen(call: dict[str, Any], length: int) -> bool:
 def was_seen(call: dict[str, Any]) -> bool:
     """Whether a call of chunk_kda like this was made before, so that it needs no checks."""
     return _may_be_seen(call, _CHUNK_LENGTH) and _autograd.chunk_was_seen(call)
+
+
+def needs_a_backward(call: dict[str, Any]) -> bool:
+    """Whether a call of chunk_kda is refused for want of a backward alone, as _autograd has it."""
+    return is_torch(call["q"]) and _autograd.needs_a_backward(_autograd.CHUNK_TENSORS(call))
 
 
 def _check_on_meta(leader: Any, prepare: Callable[..., Any], *how: Any) -> None:
@@ -287,9 +311,13 @@ def chunk(call: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _chunk_with_states(
-    inputs: tuple, cu_seqlens: Any, cu_seqlens_cpu: Any, options: Options, with_state: bool
+    inputs: tuple[Any, ...],
+    cu_seqlens: Any,
+    cu_seqlens_cpu: Any,
+    options: Options,
+    with_state: bool,
 ) -> tuple[Any, Any, Any]:
-    ends = None
+    ends = arrays = None
     if cu_seqlens is not None:
         if is_torch(inputs[0]) and (_autograd.is_watched() or cu_seqlens.is_meta):
             raise ArgumentError(
@@ -308,13 +336,15 @@ def _chunk_with_states(
     else:
         arrays, cu = wrap(inputs), _arrays.wrap("cu_seqlens", cu_seqlens)
         results = _kda.forward(_arrays, arrays, cu, options, with_state, with_h=True)
-        o, final_state, h = (_arrays.hand_over(x, arrays[0]) for x in results)
-    B = o.shape[0]
+        o, final_state = (_arrays.hand_over(x, arrays[0]) for x in results[:2])
+        h = results[2].array  # shaped before it is handed over: not all arrays have the methods
+    B = inputs[0].shape[0]
     if ends is not None:
         # Rows past the last chunk are there only because the plan does not know how many there are.
         h = h[: _lengths.chunks_in(ends, options.chunk_size)]
     h = h.reshape(B, h.shape[0] // B, *h.shape[1:])
-    return o, final_state, h.swapaxes(-1, -2) if options.state_v_first else h
+    h = h.swapaxes(-1, -2) if options.state_v_first else h
+    return o, final_state, h if arrays is None else _arrays.hand_over(h, arrays[0])
 
 
 def chunk_backward(
@@ -337,7 +367,19 @@ def chunk_backward(
             _arrays.hand_over(x, arrays[0])
             for x in _kda.backward(_arrays, do, dfinal_state, arrays, cu, options, needs)
         ]
-    return {name: x for name, x in zip(_kda.GRADIENTS, gradients) if x is not None}
+    given = map(call.get, _kda.INPUTS)
+    return {
+        name: _like(name, given_input, x)
+        for name, given_input, x in zip(_kda.GRADIENTS, given, gradients)
+        if x is not None
+    }
+
+
+def _like(name: str, given: Any, gradient: Any) -> Any:
+    """The gradient of an input that the call may have cast or reshaped, as it was given."""
+    if tuple(gradient.shape) != tuple(given.shape):
+        gradient = _arrays.reshape(name, gradient, tuple(given.shape))
+    return gradient.to(given.dtype) if is_torch(given) else gradient
 
 
 def _check_states_in_place(states: Any, indices: Any) -> None:
@@ -366,6 +408,12 @@ def recurrent(call: dict[str, Any]) -> tuple[Any, Any]:
     accepted, cu_seqlens = call["num_accepted"], call["cu_seqlens"]
     in_place = call["in_place"] or indices is not None or accepted is not None
     inputs = _inputs(call, options, None if indices is not None else states)
+    # 16 bits halve what a step moves, so that pools may have them; 64 would be cut to 32.
+    if states is not None and str(states.dtype).endswith("float64") and not _is_fp64(inputs[0]):
+        raise ArgumentError(
+            f"initial_state: found dtype {states.dtype} beside q of {inputs[0].dtype}, expected "
+            "float32 or 16 bits: states in float64 take q in float64"
+        )
     if in_place:
         _check_states_in_place(states, indices)
     with_state = call["output_final_state"]

@@ -28,7 +28,7 @@ _NEVER = (
 _library = torch.library.Library("native_kda", "IMPL")
 
 
-def wants_gradients(tensors: tuple) -> bool:
+def wants_gradients(tensors: tuple[Any, ...]) -> bool:
     if not torch.is_grad_enabled():
         return False
     for tensor in tensors:  # half the time of any()
@@ -37,7 +37,7 @@ def wants_gradients(tensors: tuple) -> bool:
     return False
 
 
-def refuse_gradients(tensors: tuple) -> None:
+def refuse_gradients(tensors: tuple[Any, ...]) -> None:
     """A decode step has none: where one was wanted that must not go unnoticed."""
     if wants_gradients(tensors) and not torch.compiler.is_compiling():
         _log.once(
@@ -73,8 +73,9 @@ def _register(operator: str, function: str, differentiated: Callable[..., Any]) 
     """`differentiated` is called where a tensor requires grad. `function` is the users' name."""
     overload = getattr(torch.ops.native_kda, operator).default
     names = [argument.name for argument in overload._schema.arguments]
+    names = ["initial_state" if name == "pool" else name for name in names]  # of `function`
 
-    def kernel(keyset, *args):
+    def kernel(keyset: Any, *args: Any) -> Any:
         given = [(n, x) for n, x in zip(names, args) if isinstance(x, torch.Tensor)]
         if forward_ad._current_level >= 0:
             for name, tensor in given:
@@ -94,14 +95,14 @@ class _ChunkKda(torch.autograd.Function):
     """Keeps the inputs alone."""
 
     @staticmethod
-    def forward(ctx, overload, keyset, *args):
+    def forward(ctx: Any, overload: Any, keyset: Any, *args: Any) -> Any:
         ctx.save_for_backward(*args[:9])
         ctx.options, ctx.output_final_state = args[9:17], args[17]
         ctx.set_materialize_grads(False)
         return _below(overload, keyset, *args)
 
     @staticmethod
-    def backward(ctx, do, dfinal_state):
+    def backward(ctx: Any, do: Any, dfinal_state: Any) -> Any:
         saved = ctx.saved_tensors
         do = torch.zeros_like(saved[2]) if do is None else _torch.dense(do)
         if dfinal_state is not None:
@@ -112,8 +113,12 @@ class _ChunkKda(torch.autograd.Function):
 
 
 def chunk_kda_backward(
-    do: torch.Tensor, dfinal_state: Any, inputs: tuple, options: tuple, needs: tuple[bool, ...]
-) -> tuple:
+    do: torch.Tensor,
+    dfinal_state: Any,
+    inputs: tuple[Any, ...],
+    options: tuple[Any, ...],
+    needs: tuple[bool, ...],
+) -> tuple[Any, ...]:
     """The backward as an operator. `inputs` end with cu_seqlens; None where not needed."""
     gradients = torch.ops.native_kda.chunk_kda_backward(
         do, dfinal_state, *inputs, *options, [int(need) for need in needs]
@@ -125,12 +130,12 @@ class _Undifferentiable(torch.autograd.Function):
     """Computes as ever; what is wrong is to go back from the result."""
 
     @staticmethod
-    def forward(ctx, why, overload, keyset, *args):
+    def forward(ctx: Any, why: str, overload: Any, keyset: Any, *args: Any) -> Any:
         ctx.why = why
         return _below(overload, keyset, *args)
 
     @staticmethod
-    def backward(ctx, *gradients):
+    def backward(ctx: Any, *gradients: Any) -> Any:
         raise RuntimeError(ctx.why)
 
 

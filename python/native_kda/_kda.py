@@ -17,10 +17,11 @@ Rows = list[tuple[str, Any]]
 
 class Backward(NamedTuple):
     prepared: Prepared
-    in_order: Callable[[tuple], tuple]  # of the results and None: the gradients as in GRADIENTS
+    # Of the results and None: the gradients as in GRADIENTS.
+    in_order: Callable[[tuple[Any, ...]], tuple[Any, ...]]
 
 
-def taking_part(inputs: tuple, cu_seqlens: Any, options: Options) -> Rows:
+def taking_part(inputs: tuple[Any, ...], cu_seqlens: Any, options: Options) -> Rows:
     """The inputs by name; without a gate its parameters do not take part."""
     rows = [*zip(INPUTS, inputs), ("cu_seqlens", cu_seqlens)]
     if options.gate == _problem.GATE_NONE:
@@ -28,11 +29,11 @@ def taking_part(inputs: tuple, cu_seqlens: Any, options: Options) -> Rows:
     return [row for row in rows if row[1] is not None]
 
 
-def tensors_of(rows: Rows) -> tuple:
+def tensors_of(rows: Rows) -> tuple[Any, ...]:
     return tuple(tensor for _, tensor in rows)
 
 
-def sizes_of(inputs: tuple, cu_seqlens: Any) -> Sizes:
+def sizes_of(inputs: tuple[Any, ...], cu_seqlens: Any) -> Sizes:
     """Without checks, for arguments that passed them."""
     q, _, v = inputs[:3]
     B, T, H, K = q.shape
@@ -42,7 +43,7 @@ def sizes_of(inputs: tuple, cu_seqlens: Any) -> Sizes:
 
 def prepare_forward(
     frame: Any,
-    inputs: tuple,
+    inputs: tuple[Any, ...],
     cu_seqlens: Any,
     options: Options,
     with_state: bool,
@@ -64,7 +65,7 @@ def prepare_forward(
 
 def forward(
     frame: Any,
-    inputs: tuple,
+    inputs: tuple[Any, ...],
     cu_seqlens: Any,
     options: Options,
     with_state: bool,
@@ -82,7 +83,7 @@ def prepare_backward(
     frame: Any,
     do: Any,
     dfinal_state: Any,
-    inputs: tuple,
+    inputs: tuple[Any, ...],
     cu_seqlens: Any,
     options: Options,
     needs: tuple[bool, ...],
@@ -103,8 +104,8 @@ def prepare_backward(
     rows += [row for row in more if row[1] is not None]
     sizes = sizes_of(inputs, cu_seqlens)
     prepared = _problem.prepare(frame, CHUNK_BWD, sizes, options, rows, outputs)
-    names = [name for name, _, _ in outputs]
-    places = [names.index(name) if name in names else -1 for name in GRADIENTS]
+    computed = [name for name, _, _ in outputs]
+    places = [computed.index(name) if name in computed else -1 for name in GRADIENTS]
     return Backward(prepared, itemgetter(*places))
 
 
@@ -112,11 +113,11 @@ def backward(
     frame: Any,
     do: Any,
     dfinal_state: Any,
-    inputs: tuple,
+    inputs: tuple[Any, ...],
     cu_seqlens: Any,
     options: Options,
     needs: tuple[bool, ...],
-) -> tuple:
+) -> tuple[Any, ...]:
     """The gradients of the inputs, in their order; None where not asked for."""
     how = (inputs, cu_seqlens, options, needs)
     found = prepare_backward(frame, do, dfinal_state, *how)
@@ -129,7 +130,7 @@ def backward(
 
 
 def decode_rows(
-    inputs: tuple,
+    inputs: tuple[Any, ...],
     cu_seqlens: Any,
     options: Options,
     state_indices: Any,
@@ -145,7 +146,7 @@ def decode_rows(
 
 def prepare_recurrent(
     frame: Any,
-    inputs: tuple,
+    inputs: tuple[Any, ...],
     cu_seqlens: Any,
     options: Options,
     with_state: bool,
@@ -168,7 +169,7 @@ def prepare_recurrent(
 
 def recurrent(
     frame: Any,
-    inputs: tuple,
+    inputs: tuple[Any, ...],
     cu_seqlens: Any,
     options: Options,
     with_state: bool,

@@ -12,6 +12,11 @@ def _place(name: str, ends: Any, of_torch: bool) -> str:
     return str(ends.device) if of_torch else _arrays.place(_arrays.Array(name, ends))
 
 
+def _values(ends: Any, of_torch: bool) -> list[int]:
+    found: list[int] = ends.tolist() if of_torch else _arrays.values(ends)
+    return found
+
+
 def check_on_host(host: Any, host_of_torch: bool, of_torch: bool, cu_seqlens: Any) -> None:
     """What can be said of cu_seqlens_cpu without reading it. Beside arrays it is of any package:
     CuPy has no arrays on the host."""
@@ -22,7 +27,7 @@ def check_on_host(host: Any, host_of_torch: bool, of_torch: bool, cu_seqlens: An
     place = _place(name, host, of_torch)
     if place != "cpu":
         raise ArgumentError(f"{name}: found on {place}, expected cpu")
-    if str(host.dtype).removeprefix("torch.") not in ("int32", "int64"):
+    if str(host.dtype).rpartition(".")[2] not in ("int32", "int64"):
         raise ArgumentError(f"{name}: found dtype {host.dtype}, expected int64 or int32")
     if tuple(host.shape) != tuple(cu_seqlens.shape):
         raise ArgumentError(
@@ -36,18 +41,19 @@ def ends_of(cu_seqlens: Any, host: Any, of_torch: bool, T: int) -> list[int]:
     which then must be possible at least. Where cu_seqlens can be read for nothing both must agree.
     """
     if host is None:
-        return cu_seqlens.tolist()
-    ends = host.tolist()
+        return _values(cu_seqlens, of_torch)
+    ends = _values(host, of_torch)
     if ends[0] != 0 or ends[-1] > T or ends != sorted(ends):
         raise ArgumentError(
             f"cu_seqlens_cpu: found {ends}, expected 0 first, then ends that do not decrease, at "
             f"most T = {T}"
         )
-    if _place("cu_seqlens", cu_seqlens, of_torch) == "cpu" and ends != cu_seqlens.tolist():
-        raise ArgumentError(
-            f"cu_seqlens_cpu: found {ends}, expected the values of cu_seqlens, "
-            f"{cu_seqlens.tolist()}"
-        )
+    if _place("cu_seqlens", cu_seqlens, of_torch) == "cpu":
+        expected = _values(cu_seqlens, of_torch)
+        if ends != expected:
+            raise ArgumentError(
+                f"cu_seqlens_cpu: found {ends}, expected the values of cu_seqlens, {expected}"
+            )
     return ends
 
 

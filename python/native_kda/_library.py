@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from . import _checks, _derivatives, _kda, _operations, _problem, _torch
-from ._problem import Options
+from . import _checks, _derivatives, _kda, _log, _operations, _problem, _torch
+from ._problem import Options, UnsupportedError
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, "
@@ -30,6 +30,18 @@ def _none_if_empty(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def _or_empty(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     return like.new_empty((0,)) if tensor is None else tensor
+
+
+def _check_enabled(operator: str) -> None:
+    """The public functions heed NATIVE_KDA_DISABLE before they come here; what was compiled or
+    traced earlier, and torch.ops itself, do not. The backward of chunk_kda is let through: it
+    belongs to a forward that ran here."""
+    if _log.disabled():
+        raise UnsupportedError(
+            f"torch.ops.native_kda.{operator}: NATIVE_KDA_DISABLE is set; a program that was "
+            "compiled or traced before has this operator inside: compile or trace it again, after "
+            "torch.compiler.reset()"
+        )
 
 
 torch.library.define(
@@ -59,6 +71,7 @@ torch.library.define(
 
 @torch.library.impl("native_kda::chunk_kda", _DEVICES)
 def _(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, *rest):
+    _check_enabled("chunk_kda")
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     options, output_final_state = Options(*rest[:8]), rest[8]
     o, final_state, _ = _kda.forward(_torch, inputs, cu_seqlens, options, output_final_state)
@@ -100,6 +113,7 @@ def _(do, dfinal_state, q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seql
 
 @torch.library.impl("native_kda::recurrent_kda", _DEVICES)
 def _(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, *rest):
+    _check_enabled("recurrent_kda")
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     options, output_final_state = Options(*rest[:8]), rest[8]
     o, final_state = _kda.recurrent(_torch, inputs, cu_seqlens, options, output_final_state)
@@ -113,6 +127,7 @@ def _(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, *rest):
 
 @torch.library.impl("native_kda::recurrent_kda_pool", _DEVICES)
 def _(q, k, v, g, beta, A_log, dt_bias, pool, cu_seqlens, state_indices, num_accepted, *rest):
+    _check_enabled("recurrent_kda_pool")
     inputs = (q, k, v, g, beta, A_log, dt_bias, pool)
     o, _ = _kda.recurrent(
         _torch,
@@ -144,7 +159,7 @@ def _define(operation: str) -> None:
         tags=_TAGS,
     )
 
-    def take(args: tuple) -> tuple[tuple[str, ...], Options, dict[str, Any]]:
+    def take(args: tuple[Any, ...]) -> tuple[tuple[str, ...], Options, dict[str, Any]]:
         given = {spec.name: x for spec, x in zip(inputs, args) if x is not None}
         *options, wanted = args[len(inputs) :]
         names = tuple(spec.name for spec, want in zip(outputs, wanted) if want)
@@ -157,6 +172,7 @@ def _define(operation: str) -> None:
 
     @torch.library.impl(f"native_kda::{operation}", _DEVICES)
     def _(*args):
+        _check_enabled(operation)
         names, options, given = take(args)
         results = _operations.run(_torch, operation, names, options, given)
         return give(names, results, next(iter(given.values())))
@@ -179,7 +195,7 @@ for _stage in _problem.OPERATIONS[3:]:
 
 def run(
     operation: str, outputs: tuple[str, ...], options: Options, given: dict[str, Any]
-) -> tuple:
+) -> tuple[Any, ...]:
     """Any operation as an operator; the outputs in the order of their names."""
     names = [spec.name for spec in _operations.outputs_of(operation)]
     inputs = [given.get(spec.name) for spec in _operations.inputs_of(operation)]
@@ -190,7 +206,7 @@ def run(
 
 
 def chunk_kda(
-    inputs: tuple, cu_seqlens: Any, options: Options, output_final_state: bool
+    inputs: tuple[Any, ...], cu_seqlens: Any, options: Options, output_final_state: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The forward as an operator, with gradients."""
     inputs = _torch.laid_out(inputs, _torch.scattered(inputs))
@@ -201,7 +217,7 @@ def chunk_kda(
 
 
 def recurrent_kda(
-    inputs: tuple, cu_seqlens: Any, options: Options, output_final_state: bool
+    inputs: tuple[Any, ...], cu_seqlens: Any, options: Options, output_final_state: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     o, final_state = torch.ops.native_kda.recurrent_kda(
         *inputs, cu_seqlens, *options, output_final_state
@@ -210,7 +226,11 @@ def recurrent_kda(
 
 
 def recurrent_kda_pool(
-    inputs: tuple, cu_seqlens: Any, state_indices: Any, num_accepted: Any, options: Options
+    inputs: tuple[Any, ...],
+    cu_seqlens: Any,
+    state_indices: Any,
+    num_accepted: Any,
+    options: Options,
 ) -> torch.Tensor:
     return torch.ops.native_kda.recurrent_kda_pool(
         *inputs, cu_seqlens, state_indices, num_accepted, *options

@@ -6,9 +6,9 @@ class Plan:
     def __init__(
         self,
         operation: int,
-        sizes: tuple,
-        options: tuple,
-        tensors: tuple,
+        sizes: tuple[Any, ...],
+        options: tuple[Any, ...],
+        tensors: tuple[Any, ...],
         device_type: int,
         device_index: int,
         implementation: str = "",
@@ -19,17 +19,22 @@ class Plan:
     @property
     def workspace_bytes(self) -> int: ...
     def run(
-        self, addresses: tuple, workspace: int, workspace_bytes: int, stream: int
+        self, addresses: tuple[Any, ...], workspace: int, workspace_bytes: int, stream: int
     ) -> None: ...
 
 class Reader:
-    def __init__(self, table: Any, types: tuple) -> None: ...
-    def key(self, tensors: tuple) -> bytes | None: ...
+    def __init__(self, table: Any, types: tuple[Any, ...]) -> None: ...
+    def key(self, tensors: tuple[Any, ...]) -> bytes | None: ...
     def run(
-        self, plan: Plan, tensors: tuple, workspace: int, workspace_bytes: int, stream: int
+        self,
+        plan: Plan,
+        tensors: tuple[Any, ...],
+        workspace: int,
+        workspace_bytes: int,
+        stream: int,
     ) -> None: ...
 
-def describe(array: Any) -> tuple[int, int, tuple, tuple, int, int]: ...
+def describe(array: Any) -> tuple[int, int, tuple[Any, ...], tuple[Any, ...], int, int]: ...
 def tensor_specs(operation: int) -> list[tuple[int, str, bool, bool, str, str, str]]: ...
 def implementations() -> list[tuple[str, str, int, int, str]]: ...
 def device_count(device_type: int) -> int: ...

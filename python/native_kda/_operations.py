@@ -67,7 +67,7 @@ def _shape(spec: Spec, sizes: Sizes, options: Options, packed: bool) -> tuple[in
 
 def rows_of(
     frame: Frame, operation: str, outputs: tuple[str, ...], options: Options, given: Given
-) -> tuple[Sizes, list[tuple[str, tuple, Any]]]:
+) -> tuple[Sizes, list[tuple[str, tuple[Any, ...], Any]]]:
     """The sizes, and name, shape and dtype of each output."""
     sizes = _sizes(_bind(inputs_of(operation), given))
     specs = {spec.name: spec for spec in outputs_of(operation)}
@@ -90,7 +90,7 @@ def prepare(
 
 def run(
     frame: Frame, operation: str, outputs: tuple[str, ...], options: Options, given: Given
-) -> tuple:
+) -> tuple[Any, ...]:
     """The outputs in the order of their names."""
     prepared = prepare(frame, operation, outputs, options, given)
     return tuple(_problem.execute(frame, prepared, tuple(given.values())))

@@ -90,14 +90,14 @@ class Frame(Protocol):
 
     def describe(
         self, rows: list[tuple[str, Any]]
-    ) -> tuple[tuple[tuple, ...], tuple[int, int]]:
+    ) -> tuple[tuple[tuple[Any, ...], ...], tuple[int, int]]:
         """The rows of a problem, (id, dtype, shape, stride in elements), and the device that all
         tensors share; ArgumentError names the one that does not fit."""
 
     def code(self, dtype: Any) -> int:
         """The number of a dtype."""
 
-    def empty(self, shape: tuple, dtype: Any, like: Any) -> Any:
+    def empty(self, shape: tuple[Any, ...], dtype: Any, like: Any) -> Any:
         """A new contiguous tensor where `like` is."""
 
     def empty_like(self, tensor: Any) -> Any:
@@ -112,7 +112,9 @@ class Frame(Protocol):
     def stream(self, device: tuple[int, int]) -> int:
         """The current stream of a CUDA device."""
 
-    def run(self, plan: Any, tensors: tuple, workspace: int, size: int, stream: int) -> None:
+    def run(
+        self, plan: Any, tensors: tuple[Any, ...], workspace: int, size: int, stream: int
+    ) -> None:
         """Runs a plan; the tensors are in the order of its problem."""
 
 
@@ -136,7 +138,7 @@ def _plan(
     operation: int,
     sizes: Sizes,
     options: Options,
-    layouts: tuple,
+    layouts: tuple[Any, ...],
     device: tuple[int, int],
     environment: tuple[str, str],
 ) -> _native.Plan:
@@ -154,7 +156,11 @@ def environment() -> tuple[str, str]:
 
 
 def plan_of(
-    operation: int, sizes: Sizes, options: Options, layouts: tuple, device: tuple[int, int]
+    operation: int,
+    sizes: Sizes,
+    options: Options,
+    layouts: tuple[Any, ...],
+    device: tuple[int, int],
 ) -> _native.Plan:
     """The plan of a problem; ValueError or UnsupportedError if there is none."""
     return _plan(operation, sizes, options, layouts, device, environment())
@@ -187,12 +193,12 @@ class Prepared(NamedTuple):
     sizes: Sizes
     options: Options
     device: tuple[int, int]
-    outputs: tuple[tuple[str, tuple, Any], ...]  # name, shape, dtype
+    outputs: tuple[tuple[str, tuple[Any, ...], Any], ...]  # name, shape, dtype
     models: tuple[int | None, ...]  # for each output a tensor of its shape and dtype, if any
     copies: tuple[int, ...] = ()  # inputs that are laid out anew first: torch's route alone
 
 
-def _model(tensors: list[tuple[str, Any]], shape: tuple, dtype: Any) -> int | None:
+def _model(tensors: list[tuple[str, Any]], shape: tuple[Any, ...], dtype: Any) -> int | None:
     for i, (_, tensor) in enumerate(tensors):
         if tensor.dtype == dtype and tuple(tensor.shape) == shape:
             return i
@@ -203,14 +209,30 @@ def _with_the_tensor(
     error: ValueError, operation: int, tensors: list[tuple[str, Any]]
 ) -> ValueError:
     """The library may name a size that is out of range; callers know the shape of a tensor."""
-    size = re.match(r"size (\w+): ", str(error))
-    given = dict(tensors)
-    for spec in SPECS[operation] if size else ():
+    text, given = str(error), dict(tensors)
+    size = re.match(r"size (\w+): found (-?\d+)", text)
+    if size is None:
+        # S is what operations on sequences and on pools share.
+        letter = "P" if "state_indices" in given else "N"
+        return _as_callers_name_it(text.replace("= [S,", f"= [{letter},"), "final_state" in given)
+    for spec in SPECS[operation]:
         letters = spec.shape.strip("[]").replace("+1", "").split(",")
         if spec.name in given and size[1] in letters:
             found = f"{spec.name}: found shape {list(given[spec.name].shape)}"
-            return ArgumentError(f"{found}, expected {spec.shape} with {error}")
+            if size[1] == "N" and int(size[2]) < 1:
+                return ArgumentError(
+                    f"{found}, expected two entries at least: where each sequence starts, and "
+                    "where the last one ends; [0, T] for one sequence of T tokens"
+                )
+            if size[2] == "0":
+                text = f"{size[1]} of 1 at least"
+            return ArgumentError(f"{found}, expected {spec.shape} with {text}")
     return error
+
+
+def _as_callers_name_it(text: str, in_place: bool) -> ArgumentError:
+    """States that are updated in place came as initial_state."""
+    return ArgumentError(re.sub(r"\bfinal_state\b", "initial_state", text) if in_place else text)
 
 
 def prepare(
@@ -219,7 +241,7 @@ def prepare(
     sizes: Sizes,
     options: Options,
     tensors: list[tuple[str, Any]],
-    outputs: list[tuple[str, tuple, Any]],
+    outputs: list[tuple[str, tuple[Any, ...], Any]],
 ) -> Prepared:
     """The plan of an operation on these tensors, and the outputs that it allocates."""
     layouts, device = frame.describe(tensors)
@@ -234,7 +256,7 @@ def prepare(
     return Prepared(plan, *about, tuple(outputs), models)
 
 
-def execute(frame: Frame, prepared: Prepared, tensors: tuple) -> list[Any]:
+def execute(frame: Frame, prepared: Prepared, tensors: tuple[Any, ...]) -> list[Any]:
     """Runs on the tensors that took part in prepare, in their order; returns the outputs."""
     like, empty_like = tensors[0], frame.empty_like
     # Most outputs are like an input: that takes torch half the time of a shape and a dtype.
@@ -246,7 +268,11 @@ def execute(frame: Frame, prepared: Prepared, tensors: tuple) -> list[Any]:
     keep, workspace = frame.workspace(size, like) if size else (None, 0)
     stream = frame.stream(device) if device[0] == CUDA else 0
     start = time.perf_counter() if _log.execution else 0.0
-    frame.run(prepared.plan, (*tensors, *results), workspace, size, stream)
+    try:
+        frame.run(prepared.plan, (*tensors, *results), workspace, size, stream)
+    except ValueError as error:
+        given = all(name != "final_state" for name, _, _ in prepared.outputs)
+        raise _as_callers_name_it(str(error), given) from None
     if _log.execution:
         host = " (host)" if device[0] == CUDA else ""
         elapsed = (time.perf_counter() - start) * 1e3

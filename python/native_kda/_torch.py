@@ -67,14 +67,14 @@ def check_writable(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def describe(rows: list[tuple[str, torch.Tensor]]) -> tuple[tuple, tuple[int, int]]:
+def describe(rows: list[tuple[str, torch.Tensor]]) -> tuple[tuple[Any, ...], tuple[int, int]]:
     first, tensor = rows[0]
     if tensor.device.type not in _problem.DEVICE_TYPES:
         raise _problem.nowhere(first, tensor.device)
     return _layouts(rows), _device(tensor.get_device())
 
 
-def _layouts(rows: list[tuple[str, torch.Tensor]]) -> tuple[tuple, ...]:
+def _layouts(rows: list[tuple[str, torch.Tensor]]) -> tuple[tuple[Any, ...], ...]:
     layouts = []
     first, device = rows[0][0], rows[0][1].device
     for name, tensor in rows:
@@ -115,7 +115,7 @@ def workspace(size: int, like: torch.Tensor) -> tuple[torch.Tensor, int]:
     return memory, memory.data_ptr()
 
 
-def empty(shape: tuple, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+def empty(shape: tuple[Any, ...], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(shape, dtype=dtype)
 
 
@@ -127,14 +127,14 @@ empty_like = partial(torch.empty_like, memory_format=torch.contiguous_format)
 COPIES_ON = {"cuda"}
 
 
-def scattered(tensors: tuple) -> tuple[int, ...]:
+def scattered(tensors: tuple[Any, ...]) -> tuple[int, ...]:
     """Which of q, k, v and g have channels that do not lie together, as those of a convolution."""
     if tensors[0].device.type not in COPIES_ON:
         return ()
     return tuple(i for i, t in enumerate(tensors[:4]) if t.stride(-1) != 1 and t.shape[-1] != 1)
 
 
-def laid_out(tensors: tuple, which: tuple[int, ...]) -> tuple:
+def laid_out(tensors: tuple[Any, ...], which: tuple[int, ...]) -> tuple[Any, ...]:
     return tuple(t.contiguous() if i in which else t for i, t in enumerate(tensors))
 
 
@@ -159,7 +159,9 @@ if _table is not None:
         pass
 
 
-def run(plan: _native.Plan, tensors: tuple, workspace: int, size: int, stream: int) -> None:
+def run(
+    plan: _native.Plan, tensors: tuple[Any, ...], workspace: int, size: int, stream: int
+) -> None:
     if reader is not None:
         reader.run(plan, tensors, workspace, size, stream)
     else:
@@ -177,5 +179,5 @@ class OnMeta:
     state_dtype = staticmethod(state_dtype)
 
     @staticmethod
-    def describe(rows: list[tuple[str, torch.Tensor]]) -> tuple[tuple, tuple[int, int]]:
+    def describe(rows: list[tuple[str, torch.Tensor]]) -> tuple[tuple[Any, ...], tuple[int, int]]:
         return _layouts(rows), _CPU

@@ -66,7 +66,7 @@ def original(function: str) -> Callable[..., Any]:
     return call
 
 
-def _bind(function: str, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _bind(function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments by name, whatever the version of fla calls them by position."""
     names = tuple(_signatures[function].parameters)
     return {**dict(zip(names, args)), **kwargs}
@@ -88,12 +88,12 @@ def _complete(function: str, given: dict[str, Any], defaults: dict[str, Any]) ->
     return call
 
 
-def _chunk_call(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _chunk_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     given = _bind("chunk_kda", args, kwargs)
     return _complete("chunk_kda", given, _calls.CHUNK_DEFAULTS)
 
 
-def _recurrent_call(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _recurrent_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """A call of fla's fused_recurrent_kda_fwd, which decodes with and without a pool of states."""
     function = "fused_recurrent_kda_fwd"
     given = _bind(function, args, kwargs)
@@ -115,7 +115,7 @@ def _recurrent_call(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     return call
 
 
-def _scan_call(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _scan_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """A call of fla's chunk_gated_delta_rule_fwd_h, which scans for several operators."""
     call = _bind(SCAN, args, kwargs)
     if call.get("gk") is None or call.get("g") is not None:
@@ -161,7 +161,9 @@ _NATIVE: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-def _verify(function: str, args: tuple, kwargs: dict[str, Any]) -> tuple[bool, str | None]:
+def _verify(
+    function: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[bool, str | None]:
     if getattr(_state, "probe", None) is not None:
         return True, None
     bypass = getattr(_state, "bypass", False) and function != SCAN
@@ -173,6 +175,8 @@ def _verify(function: str, args: tuple, kwargs: dict[str, Any]) -> tuple[bool, s
         call = _CALLS[function](args, kwargs)
         if function == "chunk_kda" and not _calls.was_seen(call):
             support.plan(call)
+            if _calls.needs_a_backward(call):
+                support.plan(call, backward=True)
     except (UnsupportedError, ValueError, TypeError) as error:
         # fla takes an error here for a no. It is raised when the call runs.
         return (True, None) if _insists(function, error) else (False, str(error))
@@ -187,7 +191,7 @@ def _insists(function: str, error: Exception) -> bool:
     return isinstance(error, UnsupportedError) or "KDA_IMPL" in str(error)
 
 
-def _run(function: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _run(function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if getattr(_state, "probe", None) is not None:
         _state.probe = True
         return None, None
@@ -202,7 +206,7 @@ def _run(function: str, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _backend_class(base: type) -> type:
-    class NativeKdaBackend(base):  # type: ignore[misc, valid-type]
+    class NativeKdaBackend(base):  # type: ignore[misc]
         backend_type = "native_kda"
         package_name = "native_kda"
         env_var = "FLA_NATIVE_KDA"
@@ -299,7 +303,10 @@ def enable(stages: bool = False) -> dict[str, str]:
         the latter is read again at each call. ImportError if there is no fla.
     """
     global _enabled
-    _calls.load_torch()
+    try:
+        _calls.load_torch()
+    except ImportError as missing:
+        raise ImportError(f"fla.enable: torch cannot be imported ({missing})") from missing
     scan = (SCAN,) if _checks.flag("stages", stages) else ()
     functions = ("chunk_kda", "fused_recurrent_kda_fwd", *scan)
     for function in functions:

@@ -41,6 +41,10 @@ def _to_fla(function: str, reason: str, call: dict[str, Any], defaults: dict[str
     """The call as flash-linear-attention does it; `reason` says why, once in the log."""
     from . import fla
 
+    if _calls.is_tracing():
+        _calls.break_graph(
+            f"{function} goes to flash-linear-attention, which breaks the graph: {reason}"
+        )
     if not fla.takes(call["q"]):
         raise UnsupportedError(
             f"{function}: {reason}; flash-linear-attention takes tensors of torch alone, found q "
@@ -78,7 +82,7 @@ def _dispatch(
             raise
         if _log.chosen(_calls.is_tracing()):
             raise _log.insist(error) from None
-        reason = str(error)
+        reason = error.args[0]  # torch.compile cannot trace str()
     return _to_fla(function, reason, call, defaults)
 
 

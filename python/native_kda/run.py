@@ -6,9 +6,20 @@ usage: python -m native_kda.run SCRIPT [ARGUMENT...]
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import runpy
 import sys
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError as error:
+        # Of a package on the way; what else a package cannot import is its own error.
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        return False
 
 
 def main(arguments: list[str]) -> int:
@@ -17,6 +28,10 @@ def main(arguments: list[str]) -> int:
         return 0
     if not arguments or arguments == ["-m"]:
         print(__doc__, file=sys.stderr)
+        return 2
+    script = None if arguments[0] == "-m" else arguments[0]
+    if script is not None and not os.path.exists(script):
+        print(f"native_kda.run: found no file {script!r}, expected a script", file=sys.stderr)
         return 2
     import native_kda
 
@@ -27,14 +42,18 @@ def main(arguments: list[str]) -> int:
         reason = "flash-linear-attention cannot be imported: " if missing else ""
         print(f"native_kda.run: {reason}{error}", file=sys.stderr)
         return 1
-    if arguments[0] == "-m":
+    if script is None:
+        if not _is_module(arguments[1]):
+            found = f"found no module {arguments[1]!r}, expected one that can be imported"
+            print(f"native_kda.run: {found}", file=sys.stderr)
+            return 2
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = arguments
         # As the interpreter does: imports beside the script work.
-        sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
-        runpy.run_path(arguments[0], run_name="__main__")
+        sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+        runpy.run_path(script, run_name="__main__")
     return 0
 
 

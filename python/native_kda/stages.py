@@ -21,7 +21,9 @@ def _options(**options: Any) -> Options:
     return Options(**_checks.natively(options))
 
 
-def _run(operation: str, outputs: tuple[str, ...], options: Options, **tensors: Any) -> tuple:
+def _run(
+    operation: str, outputs: tuple[str, ...], options: Options, **tensors: Any
+) -> tuple[Any, ...]:
     """Runs a stage; the outputs in the order of their names."""
     _calls.check_enabled(f"stages.{operation}")
     specs = _operations.inputs_of(operation)

@@ -68,9 +68,13 @@ def plan(call: dict[str, Any], backward: bool = False) -> Any:
 
 
 def _plan(
-    frame: Any, tensors: tuple, call: dict[str, Any], options: _problem.Options, backward: bool
+    frame: Any,
+    tensors: tuple[Any, ...],
+    call: dict[str, Any],
+    options: _problem.Options,
+    backward: bool,
 ) -> Any:
-    *inputs, cu_seqlens = tensors
+    inputs, cu_seqlens = tensors[:-1], tensors[-1]
     if not backward:
         how = (options, call["output_final_state"], call["return_intermediate_states"])
         return _kda.prepare_forward(frame, inputs, cu_seqlens, *how).plan
@@ -97,7 +101,12 @@ def warmup(
     """Runs chunk_kda once on zeros of this shape (torch), so that the first real call need not
     load kernels. Nothing is compiled, here or ever. `dtype` is one of torch or its name,
     `arguments` are those of chunk_kda."""
-    import torch
+    try:
+        import torch
+    except ImportError as missing:
+        raise ImportError(
+            f"warmup: torch cannot be imported ({missing}); the call is one on its tensors"
+        ) from missing
 
     name = _checks.shown(dtype).strip("'").removeprefix("torch.")
     if name not in _FLOATS:
@@ -115,14 +124,16 @@ def warmup(
     B, T, H, K, V, HV = (_checks.extent(letter, x) for letter, x in extents.items())
     backward = _checks.flag("backward", backward)
     io = dict(dtype=getattr(torch, name), device=device, requires_grad=backward)
-    q, k = (torch.zeros(B, T, H, K, **io) for _ in range(2))
-    v, g = torch.zeros(B, T, HV, V, **io), torch.zeros(B, T, HV, K, **io)
-    beta = torch.zeros(B, T, HV, **io)
-    if arguments.get("use_gate_in_kernel") and "A_log" not in arguments:
-        arguments["A_log"] = torch.zeros(HV, device=device, requires_grad=backward)
-        arguments["dt_bias"] = torch.zeros(HV * K, device=device, requires_grad=backward)
-    o, _ = ops.chunk_kda(q, k, v, g, beta, **arguments)[:2]
-    if backward:
-        o.sum().backward()
-    if o.is_cuda:
-        torch.cuda.synchronize(o.device)
+    # Whatever mode the caller is in: a backward takes tensors that have gradients.
+    with torch.inference_mode(False), torch.set_grad_enabled(backward):
+        q, k = (torch.zeros(B, T, H, K, **io) for _ in range(2))
+        v, g = torch.zeros(B, T, HV, V, **io), torch.zeros(B, T, HV, K, **io)
+        beta = torch.zeros(B, T, HV, **io)
+        if arguments.get("use_gate_in_kernel") and "A_log" not in arguments:
+            arguments["A_log"] = torch.zeros(HV, device=device, requires_grad=backward)
+            arguments["dt_bias"] = torch.zeros(HV * K, device=device, requires_grad=backward)
+        o, _ = ops.chunk_kda(q, k, v, g, beta, **arguments)[:2]
+        if backward:
+            o.sum().backward()
+        if o.is_cuda:
+            torch.cuda.synchronize(o.device)

@@ -1,5 +1,8 @@
 """NumPy and other arrays on the CPU: no torch is needed for anything here."""
 
+import sys
+import types
+
 import numpy as np
 import pytest
 import reference
@@ -98,6 +101,83 @@ def test_jax_arrays():
                                 output_final_state=True)
     assert isinstance(o, jax.Array) and isinstance(s, jax.Array)
     assert np.array_equal(o, native_kda.chunk_kda(**x)[0])
+
+
+class Strict:
+    """No more than DLPack and what the array API standard asks of an array and its package."""
+
+    __module__ = "strict"
+
+    def __init__(self, array):
+        self._array = array
+        self.dtype, self.shape = f"strict.{array.dtype}", array.shape
+
+    def __array_namespace__(self, **_):
+        return types.SimpleNamespace(
+            from_dlpack=lambda x: Strict(np.from_dlpack(x).copy()),  # NumPy 1.23: read-only
+            reshape=lambda x, shape: Strict(x._array.reshape(shape)),
+        )
+
+    def __dlpack__(self, **how):
+        return self._array.__dlpack__(**how)
+
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
+
+
+class Bare(Strict):
+    """Of a package that has no from_dlpack."""
+
+    __module__ = "bare"
+    __array_namespace__ = property()
+
+
+@pytest.mark.parametrize("package", ["strict", "array_api_strict", "bare"])
+def test_arrays_of_any_package(package):
+    """Results are of the same package, or of NumPy where it takes none by DLPack."""
+    if package == "array_api_strict":
+        module = pytest.importorskip(package, reason=f"{package} is not installed")
+        make, kind = module.asarray, type(module.asarray(0))
+    else:
+        make, kind = (Strict, Strict) if package == "strict" else (Bare, np.ndarray)
+    x = reference.numpy_inputs(B=1, T=70, gate="softplus")
+    how = dict(use_gate_in_kernel=True, output_final_state=True)
+    if package == "bare":
+        odd = {**{n: make(t) for n, t in x.items()}, "A_log": make(x["A_log"][None])}
+        with pytest.raises(ValueError, match=r"^A_log: found shape \[1, 4\], expected \[4\]"):
+            native_kda.chunk_kda(**odd, **how)
+    else:
+        x["A_log"] = x["A_log"].reshape(1, 1, 4, 1)
+        x["dt_bias"] = x["dt_bias"].reshape(1, 1, 4, 16)
+    y = {name: make(array) for name, array in x.items()}
+    cu = np.array([0, 30, 70])
+
+    def same(found, want):
+        assert isinstance(found, kind)
+        assert np.array_equal(found if kind is np.ndarray else np.from_dlpack(found), want)
+
+    for function in (native_kda.chunk_kda, native_kda.fused_recurrent_kda):
+        for found, want in zip(function(**y, **how), function(**x, **how)):
+            same(found, want)
+    del x["initial_state"], y["initial_state"]
+    states = dict(how, return_intermediate_states=True, state_v_first=True)
+    same(native_kda.chunk_kda(**y, **states, cu_seqlens=make(cu))[2],
+         native_kda.chunk_kda(**x, **states, cu_seqlens=cu)[2])
+    gradients = native_kda.chunk_kda_backward(x["v"], **x, **how)
+    for name, found in native_kda.chunk_kda_backward(y["v"], **y, **how).items():
+        same(found, gradients[name])
+    same(native_kda.stages.gate_cumsum(y["g"]), native_kda.stages.gate_cumsum(x["g"]))
+    assert native_kda.is_supported(**y, use_gate_in_kernel=True) == (True, "", "cpu_chunk_fwd")
+
+
+def test_bfloat16_of_a_package_without_ml_dtypes(monkeypatch):
+    """NumPy has it by that package alone: no outputs can be allocated."""
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
+    x = {n: t.astype(ml_dtypes.bfloat16) for n, t in reference.numpy_inputs(T=4).items()
+         if n != "initial_state"}
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    with pytest.raises(native_kda.UnsupportedError, match="bfloat16: .* without package ml_dtypes"):
+        native_kda.chunk_kda(**x)
 
 
 def test_decode_and_pool():
@@ -242,3 +322,10 @@ def test_empty_calls():
          for n, t in reference.numpy_inputs(T=4).items()}
     o, s = native_kda.chunk_kda(**x, output_final_state=True)
     assert o.shape == (2, 0, 4, 8) and np.array_equal(s, x["initial_state"])
+
+
+def test_a_batch_of_none_is_refused():
+    x = {n: t[:0] for n, t in reference.numpy_inputs(T=4).items()}
+    for function in (native_kda.chunk_kda, native_kda.fused_recurrent_kda):
+        with pytest.raises(ValueError, match=r"^q: found shape \[0, .* with B of 1 at least$"):
+            function(**x)

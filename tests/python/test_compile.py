@@ -162,3 +162,65 @@ def test_inside_a_compiled_layer_with_autocast():
             a, b = layer(x), compiled(x)
         assert a.dtype == (dtype or torch.float32) and torch.equal(a, b)
         b.float().sum().backward()
+
+
+@pytest.mark.parametrize("name", ["chunk_kda", "fused_recurrent_kda"])
+def test_mixed_dtypes(name):
+    """Under autocast they are aligned as in an eager call; otherwise the error names the tensor."""
+    x = inputs(20, grad=False)
+    x["q"] = x["q"].bfloat16()
+    function = getattr(native_kda, name)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        a, b = function(**x, **FLAGS)[0], compiled(**x, **FLAGS)[0]
+    assert a.dtype == torch.bfloat16 and torch.equal(a, b)
+    with pytest.raises(ValueError, match="k: found dtype fp32, expected bf16 as q"):
+        compiled(**x, **FLAGS)
+
+
+def test_the_switch_reaches_operators(monkeypatch):
+    """What was compiled before and torch.ops do not run either; gradients of what ran do."""
+    x = inputs(10)
+    compiled = torch.compile(native_kda.chunk_kda, fullgraph=True, backend="aot_eager")
+    stage = torch.compile(native_kda.stages.gate_cumsum, fullgraph=True, backend="aot_eager")
+    o, _ = compiled(**x, **FLAGS)
+    stage(x["g"].detach())
+    monkeypatch.setenv("NATIVE_KDA_DISABLE", "1")
+    tensors = [t.detach().clone() for t in call_of(x)[:8]]
+    rest, indices = call_of(x)[9:], torch.tensor([1, 0], dtype=torch.int32)
+    ops = torch.ops.native_kda
+    calls = {
+        "chunk_kda": lambda: compiled(**x, **FLAGS),
+        "gate_cumsum": lambda: stage(x["g"].detach()),
+        "recurrent_kda": lambda: ops.recurrent_kda(*tensors, None, *rest),
+        "recurrent_kda_pool": lambda: ops.recurrent_kda_pool(
+            *(t[:, :1] for t in tensors[:5]), *tensors[5:], None, indices, None, *rest[:-1]),
+    }
+    for name, call in calls.items():
+        with pytest.raises(native_kda.UnsupportedError, match=f"{name}: NATIVE_KDA_DISABLE is set"):
+            call()
+    o.sum().backward()
+    assert x["q"].grad is not None
+    monkeypatch.delenv("NATIVE_KDA_DISABLE")
+    for call in calls.values():
+        call()
+
+
+@pytest.mark.parametrize(("how", "reason"), [
+    (dict(backend="fla"), "backend='fla'"), (dict(cp_context=3), "cp_context: context parallelism"),
+    ({}, "NATIVE_KDA_DISABLE is set")])
+def test_a_call_that_goes_to_fla_breaks_the_graph(how, reason, monkeypatch):
+    x = inputs(10, grad=False)
+    monkeypatch.setattr(native_kda.fla, "original",
+                        lambda function: lambda q, **call: (q * 2, function))
+    if not how:
+        monkeypatch.setenv("NATIVE_KDA_DISABLE", "1")
+
+    def call(x):
+        return native_kda.chunk_kda(**x, **FLAGS, **how)[0] + 1
+
+    text = f"chunk_kda goes to flash-linear-attention, which breaks the graph: {reason}"
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=text):
+        torch.compile(call, fullgraph=True, backend="aot_eager")(x)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(call, backend="aot_eager")(x), x["q"] * 2 + 1)

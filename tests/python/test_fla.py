@@ -264,6 +264,12 @@ def test_what_fla_must_do_itself(fla, monkeypatch):
                            (dict(chunk_size=16), "chunk_size")]:
         accepted, text = verify("chunk_kda", (), {**x, **FLAGS, **change})
         assert not accepted and reason in text
+    with monkeypatch.context() as limit:
+        y = inputs(300, grad=True, K=32, V=48)
+        limit.setenv("KDA_WORKSPACE_LIMIT", "300000")
+        accepted, text = verify("chunk_kda", (), {**y, **FLAGS})
+        assert not accepted and "chunk_bwd: workspace_limit" in text
+        assert verify("chunk_kda", (), {**{n: t.detach() for n, t in y.items()}, **FLAGS})[0]
     pool = dict(x, ssm_state_indices=torch.zeros(2, 3, dtype=torch.int32))
     accepted, text = verify("fused_recurrent_kda_fwd", (), pool)
     assert not accepted and "ssm_state_indices" in text

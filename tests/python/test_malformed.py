@@ -1,6 +1,8 @@
 """What stands where a tensor or a number is expected and is none: the argument is named, whatever
 is there, by the calls and by is_supported alike."""
 
+import re
+
 import numpy as np
 import pytest
 import reference
@@ -123,6 +125,70 @@ def test_states_of_a_wrong_rank():
     x = arrays()
     for wrong in (np.zeros((), np.float32), np.zeros((1, 16, 8), np.float32)):
         refused({**x, "initial_state": wrong}, "initial_state", "found shape")
+
+
+@pytest.mark.parametrize("entry", [0, 70])
+def test_lengths_of_one_entry(entry):
+    text = r"found shape \[1\], expected two entries at least: .* \[0, T\] for one sequence"
+    x = {n: t for n, t in arrays().items() if n != "initial_state"}
+    x["cu_seqlens"] = np.array([entry])
+    refused(x, "cu_seqlens", text)
+    with pytest.raises(ArgumentError, match=f"^cu_seqlens: {text}"):
+        stages.gate_cumsum(x["g"], cu_seqlens=x["cu_seqlens"])
+
+
+@pytest.mark.parametrize("shape", [(), (1, 3)])
+def test_the_shape_of_A_log_as_it_was_passed(shape):
+    text = f"found shape {re.escape(str(list(shape)))}, expected \\[HV\\] with HV = 4"
+    refused({**arrays(), "A_log": np.zeros(shape, np.float32)}, "A_log", text)
+
+
+def test_states_are_counted_by_the_letter_of_the_documents():
+    x = {n: t for n, t in arrays().items() if n != "cu_seqlens"}
+    x["initial_state"] = np.zeros((1, 4, 16, 9), np.float32)
+    refused(x, "initial_state", r"found shape .* = \[N,HV,K,V\]")
+    with pytest.raises(ArgumentError, match=r"^initial_state: found shape .* = \[P,HV,K,V\]"):
+        native_kda.fused_recurrent_kda(**x, **FLAGS, state_indices=np.zeros(1, np.int32))
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_states_updated_in_place_by_the_name_they_came_by(kind, request):
+    """To the library they are final_state as well."""
+    x = {n: t for n, t in arrays().items() if n != "cu_seqlens"}
+    whole = np.zeros((1, 4, 16, 8), np.float32)
+    overlapping = np.lib.stride_tricks.as_strided(whole, whole.shape, (2048, 0, 32, 4))
+    aliasing = x["v"].reshape(-1)[:512].reshape(1, 4, 16, 8)
+    if kind == "torch":
+        torch = request.getfixturevalue("torch")
+        overlapping = torch.zeros(1, 1, 16, 8).expand(1, 4, 16, 8)
+        x = {n: torch.from_numpy(t) for n, t in x.items()}
+        aliasing = x["v"].flatten()[:512].view(1, 4, 16, 8)
+    for states, text in ((overlapping, "strides"), (aliasing, "its memory overlaps v")):
+        for _ in range(2):
+            with pytest.raises(ArgumentError, match=f"^initial_state: {text}") as caught:
+                native_kda.fused_recurrent_kda(**{**x, "initial_state": states}, **FLAGS,
+                                               in_place=True)
+            assert "final_state" not in str(caught.value)
+
+
+def test_a_tangent_of_states_updated_in_place(torch):
+    x = {n: t for n, t in tensors(torch).items() if n != "cu_seqlens"}
+    with torch.autograd.forward_ad.dual_level():
+        x["initial_state"] = torch.autograd.forward_ad.make_dual(x["initial_state"],
+                                                                 x["initial_state"])
+        with pytest.raises(ArgumentError, match="^initial_state: found a tangent"):
+            native_kda.fused_recurrent_kda(**x, **FLAGS, in_place=True)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_states_more_precise_than_what_computes_them(kind, in_place, request):
+    x = arrays() if kind == "numpy" else tensors(request.getfixturevalue("torch"))
+    state = x["initial_state"]
+    x["initial_state"] = state.astype(np.float64) if kind == "numpy" else state.double()
+    refused(x, "initial_state", "found dtype .*float64")
+    with pytest.raises(ArgumentError, match="^initial_state: found dtype .*float64 beside q of"):
+        native_kda.fused_recurrent_kda(**x, **FLAGS, in_place=in_place)
 
 
 def test_numbers():
@@ -279,3 +345,11 @@ def test_warmup_takes_dtypes_and_their_names(torch):
     for wrong in ("bf16", torch.int32, None, 3):
         with pytest.raises(ArgumentError, match="^dtype: found .*, expected one of bfloat16"):
             native_kda.warmup(1, 4, 1, 8, device="cpu", dtype=wrong)
+
+
+def test_warmup_in_any_mode(torch):
+    native_kda.reset_hits()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            native_kda.warmup(1, 4, 1, 8, device="cpu")
+    assert native_kda.hits()["cpu_chunk_bwd"] == 2

@@ -276,6 +276,31 @@ def test_run_needs_a_script():
     assert result.returncode == 2 and "usage: python -m native_kda.run" in result.stderr
 
 
+@pytest.mark.parametrize("what", [["nofile.py"], ["-m", "nomodule"], ["-m", "email.nomodule"],
+                                  ["-m", "nomodule.inside"], ["-m", "json.tool.inside"]])
+def test_run_of_what_is_not_there(what, tmp_path):
+    """Modules are looked for with flash-linear-attention at hand: a stand-in is enough."""
+    code = ("import sys, native_kda.run; native_kda.fla.enable = dict; "
+            "sys.exit(native_kda.run.main(sys.argv[1:]))")
+    result = python("-c", code, *what)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert re.match(f"native_kda.run: found no (file|module) '{what[-1]}', expected", result.stderr)
+    broken = tmp_path / "broken.py"
+    broken.write_text("import nomodule")
+    assert "ModuleNotFoundError: No module named 'nomodule'" in python(
+        "-c", code, str(broken)).stderr
+
+
+def test_what_needs_torch_says_so_where_there_is_none():
+    code = ("import sys; sys.modules['torch'] = None; import native_kda\n"
+            "for call in (lambda: native_kda.warmup(1, 4, 1, 8), native_kda.fla.enable):\n"
+            "    try: call()\n"
+            "    except ImportError as error: print(error)")
+    warmup, enable = python("-c", code).stdout.splitlines()
+    assert warmup.startswith("warmup: torch cannot be imported (")
+    assert enable.startswith("fla.enable: torch cannot be imported (")
+
+
 def test_run_says_what_is_missing():
     """In a line: neither is an error of the script."""
     block = "import sys; sys.modules['fla'] = None; sys.modules.setdefault('torch', None); "

@@ -434,6 +434,50 @@ def test_autocast_aligns_the_dtypes():
         assert native_kda.chunk_kda(**x, **FLAGS)[0].dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
+def test_autocast_casts_what_torch_casts(dtype):
+    x = inputs(T=12, grad=False)
+    x["q"] = x["q"].to(dtype)
+    with (torch.autocast("cpu", dtype=torch.bfloat16),
+          pytest.raises(ValueError, match=r"^[qk]: found dtype")):
+        native_kda.chunk_kda(**x, **FLAGS)
+
+
+def test_gradients_are_like_what_was_given():
+    """chunk_kda_backward, where autocast or the shape of A_log makes something else of the call."""
+    x = inputs(T=12, grad=False)
+    x["q"], x["A_log"] = x["q"].bfloat16(), x["A_log"].reshape(1, 1, -1, 1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        o, _ = native_kda.chunk_kda(**x, **FLAGS)
+        found = native_kda.chunk_kda_backward(torch.ones_like(o), **x, **FLAGS)
+    for name, t in x.items():
+        gradient = found[f"d{name}"]
+        assert (gradient.dtype, gradient.shape) == (t.dtype, t.shape), name
+    leaves = {n: t.requires_grad_() for n, t in x.items()}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        o, _ = native_kda.chunk_kda(**leaves, **FLAGS)
+    o.sum().backward()
+    assert all(torch.equal(found[f"d{n}"], t.grad) for n, t in leaves.items())
+
+
+def test_a_limit_that_the_backward_alone_misses(monkeypatch):
+    """The call says so, when there is still another way, and each time; not where no gradient is
+    wanted."""
+    x = inputs(T=300, K=32, V=48)
+    plain = {n: t.detach() for n, t in x.items()}
+    monkeypatch.setenv("KDA_WORKSPACE_LIMIT", "300000")
+    for _ in range(2):
+        assert native_kda.chunk_kda(**plain, **FLAGS)[0].isfinite().all()
+        for kept in (False, True):
+            with pytest.raises(native_kda.UnsupportedError, match="chunk_bwd: workspace_limit"):
+                native_kda.chunk_kda(**x, **FLAGS, disable_recompute=kept, backend="cpu")
+    monkeypatch.setattr(native_kda.ops, "_to_fla", lambda function, reason, *how: (reason,))
+    assert "chunk_bwd: workspace_limit" in native_kda.chunk_kda(**x, **FLAGS)[0]
+    monkeypatch.setenv("KDA_WORKSPACE_LIMIT", "100000000")
+    for kept in (False, True):
+        native_kda.chunk_kda(**x, **FLAGS, disable_recompute=kept)[0].sum().backward()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_gate_parameters_of_another_dtype(dtype):
     """DIM-08: taken as they are, their gradients come in the same dtype."""
