@@ -1,4 +1,5 @@
 // The problems that `kda stress` draws, and that its judge sees what is wrong.
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <map>
@@ -6,10 +7,13 @@
 #include <set>
 #include <stdexcept>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include <gtest/gtest.h>
 
+#include "chance.h"
 #include "compare.h"
 #include "stress/draw.h"
 #include "stress/dye.h"
@@ -44,9 +48,10 @@ TensorMap right_outputs(const Trial& trial) {
 }
 
 /// Names of the outputs with faults.
-std::set<std::string> faulty(const Trial& trial, const TensorMap& outputs) {
+std::set<std::string> faulty(const Trial& trial, const TensorMap& outputs,
+                             std::string_view family = "cpu") {
   std::set<std::string> names;
-  for (const Fault& fault : faults_of(trial, "cpu", outputs)) names.insert(fault.output);
+  for (const Fault& fault : faults_of(trial, family, outputs)) names.insert(fault.output);
   return names;
 }
 
@@ -163,6 +168,40 @@ TEST(StressJudge, KnowsWhatCancelsInDg) {
   EXPECT_EQ(with_error(1e-2), Names{"dg"});
 }
 
+// Seed 8001, problem 49578: twelve equal keys, of which initial_state is a multiple, leave a
+// sixteenth of it.
+TEST(StressJudge, KnowsThatTokensMayEraseAState) {
+  const Trial trial = prepare(draw(8001, 49578), false).value();
+  const double size = cases::rms(trial.expected.at(kFinalState));
+  EXPECT_LT(10 * size, cases::rms(*trial.inputs.input(kInitialState)));
+  const auto with_error = [&](double error) {
+    TensorMap outputs = right_outputs(trial);
+    HostTensor& state = outputs.at(kFinalState);
+    for (int64_t i = 0; i < state.count(); ++i) {
+      state.set(i, state.get(i) + (i % 2 == 0 ? error : -error));
+    }
+    return faulty(trial, outputs);
+  };
+  EXPECT_EQ(with_error(4e-5 * size), Names{});
+  EXPECT_EQ(with_error(4e-4 * size), Names{"final_state"});
+}
+
+// Seed 8004, problem 130483: h of 0.1 behind others of 1, whose errors it has.
+TEST(StressJudge, KnowsTheWorstBlockOfTheModel) {
+  const Trial trial = prepare(draw(8004, 130483), true).value();
+  const auto with_error = [&](double factor) {
+    TensorMap outputs = right_outputs(trial);
+    HostTensor& h = outputs.at(kH);
+    const HostTensor& model = trial.emulated.at(kH);
+    for (int64_t i = 0; i < h.count(); ++i) {
+      h.set(i, h.get(i) + factor * (model.get(i) - h.get(i)));
+    }
+    return faulty(trial, outputs, "sm90");
+  };
+  EXPECT_EQ(with_error(1.4), Names{});
+  EXPECT_EQ(with_error(1.7), Names{"h"});
+}
+
 // Seed 2004, problem 136063: a state in bf16 has 1.7e-3 of its own, which the model's must have
 // too.
 TEST(StressJudge, TheModelRoundsWhatIsAskedForIn16Bits) {
@@ -241,6 +280,19 @@ TEST(StressInputs, RepeatThemselvesWhereTheStrideIsZero) {
     const int64_t row = s.H * s.K;
     ASSERT_EQ(q.get(i), q.get(i / (s.T * row) * s.T * row + i % row)) << i;
   }
+}
+
+TEST(StressInputs, KeysOfEqualChannelsAreNotLong) {
+  const Draw d = first([](const Draw& found) {
+    const bool repeats = std::count(found.repeated.begin(), found.repeated.end(),
+                                    std::pair<TensorId, std::size_t>{kK, 3}) != 0;
+    return repeats && !found.problem.qk_l2norm && found.problem.sizes.K > 16 &&
+           found.problem.sizes.T > 16;
+  });
+  const cases::Case c = inputs_of(d).value();
+  const HostTensor& k = *c.input(kK);
+  const auto K = static_cast<double>(d.problem.sizes.K);
+  for (int64_t i = 0; i < k.count(); ++i) ASSERT_LE(K * k.get(i) * k.get(i), 1.01) << i;
 }
 
 TEST(StressWrongList, HasOneEntryOutOfRangeWhichTheCpuRefuses) {

@@ -153,8 +153,10 @@ class Examiner {
       d.block_ratio = 0;
     }
     if (within(d, limit)) return;
+    if (d.ratio <= limit && d.block_ratio <= model_block(id, expected)) return;
     if (row == DType::kF32) {
       limit += decay_rounding();
+      relate_to_start(id, expected, d);
       if (within(d, limit)) return;
     }
     double size = cases::rms(expected);  // the denominator of the ratio
@@ -180,6 +182,18 @@ class Examiner {
   /// Whether operands or saved tensors have 16 bits.
   bool has_halves() const {
     return computes_in_halves(family_, problem_) || size_of(saved_dtype(problem_)) == 2;
+  }
+
+  /// A state is the one that it starts from and what tokens add, which may all but erase it: errors
+  /// are as large as the largest of these.
+  void relate_to_start(TensorId id, const HostTensor& expected, cases::Difference& d) const {
+    const bool behind = id == kDinitialState || id == kDh;
+    if (!behind && id != kFinalState && id != kH) return;
+    const HostTensor* start = trial_.inputs.input(behind ? kDfinalState : kInitialState);
+    const double size = cases::rms(expected) + cases::kLeastRms;
+    if (start == nullptr || cases::rms(*start) <= size) return;
+    d.ratio *= size / cases::rms(*start);
+    d.block_ratio *= size / cases::rms(*start);
   }
 
   /// Relative, of a decay between two tokens in fp32: each is the difference of two sums gamma,
@@ -213,6 +227,14 @@ class Examiner {
       return cases::limit_beside(trial_.emulated, trial_.inputs, id, expected, row);
     }
     return trial_.inputs.ill_conditioned ? std::numeric_limits<double>::infinity() : plain;
+  }
+
+  /// What the worst block may have because the model of rounding has it; 0 without one.
+  double model_block(TensorId id, const HostTensor& expected) const {
+    const auto found = trial_.emulated.find(id);
+    if (!has_halves() || !is_whole(problem_.operation) || found == trial_.emulated.end()) return 0;
+    return cases::kRoundingFactor *
+           cases::compare(trial_.inputs, row_of(id), found->second, expected).block_ratio;
   }
 
   bool has_tokens(TensorId id) const {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <numeric>
 #include <utility>
 #include <vector>
@@ -129,12 +130,22 @@ void repeat(HostTensor& tensor, const TensorLayout& layout, std::size_t dimensio
   }
 }
 
+/// Keys of equal channels are no longer than others: with beta |k|^2 above 2 a state may grow
+/// without bound.
+void shorten(HostTensor& keys) {
+  const double most = 1 / std::sqrt(static_cast<double>(keys.shape.back()));
+  for (int64_t i = 0; i < keys.count(); ++i) {
+    keys.set(i, std::clamp(keys.get(i), -most, most));
+  }
+}
+
 void repeat_all(const Draw& draw, TensorMap& tensors) {
+  constexpr std::size_t kChannels = 3;
   for (const auto& [id, dimension] : draw.repeated) {
     const auto found = tensors.find(id);
-    if (found != tensors.end()) {
-      repeat(found->second, draw.problem.canonical_layout(id), dimension);
-    }
+    if (found == tensors.end()) continue;
+    repeat(found->second, draw.problem.canonical_layout(id), dimension);
+    if (id == kK && dimension == kChannels && !draw.problem.qk_l2norm) shorten(found->second);
   }
 }
 
