@@ -230,9 +230,19 @@ def _with_the_tensor(
     return error
 
 
+def without_memory(name: str) -> ArgumentError:
+    """For zeros that torch keeps as such, say."""
+    return ArgumentError(
+        f"{name}: found a tensor without memory (address 0), expected one that has its values "
+        f"there; {name}.clone() makes one of what torch keeps as mere zeros"
+    )
+
+
 def _as_callers_name_it(text: str, in_place: bool) -> ArgumentError:
     """States that are updated in place came as initial_state."""
-    return ArgumentError(re.sub(r"\bfinal_state\b", "initial_state", text) if in_place else text)
+    text = re.sub(r"\bfinal_state\b", "initial_state", text) if in_place else text
+    missing = re.match(r"(\w+): null address", text)
+    return without_memory(missing[1]) if missing else ArgumentError(text)
 
 
 def prepare(

@@ -96,10 +96,12 @@ def _layouts(rows: list[tuple[str, torch.Tensor]]) -> tuple[tuple[Any, ...], ...
 def check_address(name: str, tensor: torch.Tensor) -> None:
     """What the library refuses at the run, for is_supported."""
     address, size = tensor.data_ptr(), tensor.element_size()
-    if tensor.numel() and (address == 0 or address % size):
+    if tensor.numel() and address == 0:
+        raise _problem.without_memory(name)
+    if tensor.numel() and address % size:
         raise _problem.ArgumentError(
             f"{name}: found its memory at {address:#x}, expected a multiple of {size}, the size of "
-            "an element, other than 0"
+            "an element"
         )
 
 

@@ -115,6 +115,19 @@ def test_tensors_without_strides(torch):
     refused({**x, "k": x["k"].to_sparse()}, "k", "found layout torch.sparse_coo")
 
 
+@pytest.mark.parametrize("name", ["q", "v", "beta", "initial_state"])
+def test_zeros_that_torch_keeps_without_memory(torch, name):
+    x = tensors(torch)
+    zeros = torch._efficientzerotensor(x[name].shape)
+    text = rf"found a tensor without memory \(address 0\), .*; {name}.clone\(\) makes one"
+    for _ in range(2):
+        refused({**x, name: zeros}, name, text)
+    assert re.search(text, native_kda.is_supported(**{**x, name: zeros}, **FLAGS)[1])
+    native_kda.chunk_kda(**{**x, name: zeros.clone()}, **FLAGS)
+    with pytest.raises(ArgumentError, match="^g: found a tensor without memory"):
+        stages.gate_cumsum(torch._efficientzerotensor(x["g"].shape))
+
+
 @pytest.mark.parametrize("shape", [(), (3,), (3, 5, 7), (1, 1, 3)])
 def test_dt_bias_of_a_wrong_shape(torch, shape):
     refused({**tensors(torch), "dt_bias": torch.zeros(shape)}, "dt_bias", "found shape")
