@@ -1,8 +1,12 @@
 """Fixtures of the Python tests. They test the installed package, never the sources beside them."""
 
 import contextlib
+import os
 
 import pytest
+
+# Or JAX takes three quarters of a GPU that other processes use too.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 with contextlib.suppress(ImportError):
     import torch  # first, so that its operators are there whichever test comes first
