@@ -33,5 +33,5 @@ def fla():
     pytest.importorskip("torch", reason="torch is not installed")
     pytest.importorskip("fla", reason="flash-linear-attention is not installed")
     native_kda.fla.enable()
-    yield pytest.importorskip("fla.ops.kda")
+    yield pytest.importorskip("fla.ops.kda", reason="this fla has no KDA")
     native_kda.fla.disable()

@@ -9,7 +9,7 @@ import reference
 import native_kda
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-forward_ad = pytest.importorskip("torch.autograd.forward_ad")
+forward_ad = pytest.importorskip("torch.autograd.forward_ad", reason="no forward mode")
 
 TWICE = "once_differentiable|differentiate twice"
 

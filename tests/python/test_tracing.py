@@ -8,7 +8,8 @@ import native_kda
 from native_kda import stages
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-make_fx = pytest.importorskip("torch.fx.experimental.proxy_tensor").make_fx
+proxies = pytest.importorskip("torch.fx.experimental.proxy_tensor", reason="torch has no make_fx")
+make_fx = proxies.make_fx
 
 SIZES = dict(B=1, T=70, H=2, HV=4, K=8, V=6)
 
