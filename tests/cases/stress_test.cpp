@@ -14,6 +14,7 @@
 #include <gtest/gtest.h>
 
 #include "chance.h"
+#include "check.h"
 #include "compare.h"
 #include "stress/draw.h"
 #include "stress/dye.h"
@@ -184,6 +185,41 @@ TEST(StressJudge, KnowsThatTokensMayEraseAState) {
   };
   EXPECT_EQ(with_error(4e-5 * size), Names{});
   EXPECT_EQ(with_error(4e-4 * size), Names{"final_state"});
+}
+
+// Seed 8103, problem 40206: all keys of a head are one vector and beta is up to 1.9.
+TEST(StressJudge, KnowsWhatScoresOfRepeatedKeysDo) {
+  const Trial trial = prepare(draw(8103, 40206), false).value();
+  const TensorMap model = cases::score_errors_of(trial.inputs);
+  const auto with_error = [&](double factor) {
+    TensorMap outputs = right_outputs(trial);
+    HostTensor& dv = outputs.at(kDv);
+    for (int64_t i = 0; i < dv.count(); ++i) {
+      dv.set(i, dv.get(i) + factor * (model.at(kDv).get(i) - dv.get(i)));
+    }
+    return faulty(trial, outputs);
+  };
+  const double error =
+      cases::compare(trial.inputs, kDv, model.at(kDv), trial.expected.at(kDv)).ratio;
+  EXPECT_GT(error, 1e-5);
+  EXPECT_LT(error, 1.3e-5);
+  EXPECT_EQ(with_error(1.4), Names{});
+  EXPECT_EQ(with_error(2.5), Names{"dv"});
+}
+
+// Problems of unit keys and beta of at most 1 have next to nothing of it.
+TEST(StressJudge, ScoresOfOtherKeysRaiseNoLimit) {
+  const Trial trial = prepare(first([](const Draw& d) {
+                                return d.problem.operation == Operation::kChunkBackward &&
+                                       d.spec.family == cases::Family::kUnit &&
+                                       d.problem.sizes.T > 64 && d.problem.sizes.K > 64 &&
+                                       d.repeated.empty() && !d.problem.allow_neg_eigval &&
+                                       !d.problem.packed() && d.problem.effective_scale() != 0;
+                              }),
+                              false)
+                          .value();
+  const TensorMap model = cases::score_errors_of(trial.inputs);
+  EXPECT_LT(cases::compare(trial.inputs, kDv, model.at(kDv), trial.expected.at(kDv)).ratio, 1e-6);
 }
 
 // Seed 8004, problem 130483: h of 0.1 behind others of 1, whose errors it has.

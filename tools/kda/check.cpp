@@ -55,6 +55,12 @@ double usual_rms(const CaseSpec& spec, TensorId id) {
   return std::sqrt(squares);
 }
 
+TensorMap model_of(const Case& c, const Emulation& emulation) {
+  TensorMap outputs = emulate(c, emulation);
+  if (c.has_gradients()) outputs.merge(emulate_backward(c, emulation));
+  return outputs;
+}
+
 }  // namespace
 
 TensorMap emulated_rounding(const Case& c, DType io) {
@@ -80,10 +86,14 @@ void look_again_beside(const TensorMap& emulated, const Case& c, const CaseSpec*
 }
 
 TensorMap rounding_of(const Case& c, DType io) {
-  const Emulation rounding{Emulation::Form::kWu, c.forward.chunk_size, io};
-  TensorMap outputs = emulate(c, rounding);
-  if (c.has_gradients()) outputs.merge(emulate_backward(c, rounding));
-  return outputs;
+  return model_of(c, {Emulation::Form::kWu, c.forward.chunk_size, io});
+}
+
+TensorMap score_errors_of(const Case& c) {
+  Emulation model{Emulation::Form::kWu, c.forward.chunk_size, DType::kF64};
+  // Each of K additions errs by 2^-25 sqrt(4/3) of a partial sum, which grows to the whole.
+  model.score_error = 0x1p-26 * std::sqrt(static_cast<double>(c.forward.sizes.K));
+  return model_of(c, model);
 }
 
 double limit_beside(const TensorMap& emulated, const Case& c, TensorId id, const HostTensor& want,

@@ -27,6 +27,9 @@ struct CheckedOutput {
 TensorMap emulated_rounding(const Case& c, DType io);
 /// The same of any case and a 16-bit dtype.
 TensorMap rounding_of(const Case& c, DType io);
+/// What is left of it in fp32 where keys repeat and beta is near 2: every element of L has a random
+/// error of the size that a sum of K products in one chain has, and nothing else is rounded.
+TensorMap score_errors_of(const Case& c);
 
 /// The largest ratio of an output that counts as right: the row of `io` in 7.3 or, where `emulated`
 /// has the output, kRoundingFactor times its error if that is more.

@@ -25,6 +25,7 @@ struct Emulation {
   bool tf32_scores = false;  ///< operands of L and P are tf32, whatever `scores` says
   int64_t kept = 0;  ///< backward, kR: tokens, a multiple of chunk. h is the forward's, from which
                      ///< the walk for v_new starts again so often
+  double score_error = 0;  ///< relative, standard deviation: of each element of L, at random
 };
 
 /// o, h and final_state as fp64 tensors. Takes every option of a forward case; its chunk_size must

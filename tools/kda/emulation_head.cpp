@@ -5,6 +5,8 @@
 #include <cmath>
 #include <utility>
 
+#include "random.h"
+
 namespace kda::cases {
 
 using enum TensorId;
@@ -74,13 +76,17 @@ Matrix rounded(Matrix m, DType type) {
 
 namespace {
 
-/// (I + L)^-1, L = strict lower triangle of diag(beta) scores.
-Matrix inverse(const Matrix& kk, const std::vector<double>& beta) {
+constexpr uint64_t kErrors = 77;  // the stream of the errors of L
+
+/// (I + L)^-1, L = strict lower triangle of diag(beta) scores; its elements have random errors.
+Matrix inverse(const Matrix& kk, const std::vector<double>& beta, double error,
+               const Random& random) {
   Matrix A(kk.rows, kk.rows);
   for (int64_t i = 0; i < kk.rows; ++i) {
     A(i, i) = 1;
     for (int64_t p = 0; p < i; ++p) {
-      const double L = beta[static_cast<std::size_t>(i)] * kk(i, p);
+      const double wrong = 1 + error * random.normal(static_cast<uint64_t>(i * kk.rows + p));
+      const double L = beta[static_cast<std::size_t>(i)] * kk(i, p) * wrong;
       for (int64_t j = 0; j <= p; ++j) A(i, j) -= L * A(p, j);
     }
   }
@@ -222,7 +228,8 @@ ChunkOperands EmulatedHead::operands(int64_t begin, int64_t rows) const {
     }
   }
   const PairDecays decays(G);
-  Matrix A = inverse(scores(k, k, decays), betas);
+  Matrix A = inverse(scores(k, k, decays), betas, emulation_.score_error,
+                     Random(static_cast<uint64_t>(row(begin)), kErrors));
   return {begin,
           rows,
           G,

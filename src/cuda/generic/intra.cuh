@@ -44,11 +44,14 @@ __device__ __forceinline__ TriangleTile triangle_tile(int32_t C) {
   return {4 * i, 4 * (tid - i * (i + 1) / 2), i < C / 4};
 }
 
-/// P and L of a thread's block without scalars, over one panel of channels.
+/// Adds one panel of channels to P and L of a thread's block without scalars. That of L is summed
+/// by itself first: A takes errors of L to A dL A, which grows where keys repeat, and one chain of
+/// K products has four times the error of a chain of panels.
 template <class Real>
 __device__ __forceinline__ void add_scores(Real (&P)[4][4], Real (&L)[4][4], const Real* q,
                                            const Real* k, const Real* gamma,
                                            const TriangleTile& tile) {
+  Real panel[4][4] = {};
 #pragma unroll 2
   for (int d = 0; d < kScoreDepth; ++d) {
     Real qi[4], ki[4], gi[4], kj[4], gj[4];
@@ -63,9 +66,14 @@ __device__ __forceinline__ void add_scores(Real (&P)[4][4], Real (&L)[4][4], con
       for (int n = 0; n < 4; ++n) {
         const Real t = kj[n] * exp2_of(gi[m] - gj[n]);
         P[m][n] += qi[m] * t;
-        L[m][n] += ki[m] * t;
+        panel[m][n] += ki[m] * t;
       }
     }
+  }
+#pragma unroll
+  for (int m = 0; m < 4; ++m) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) L[m][n] += panel[m][n];
   }
 }
 

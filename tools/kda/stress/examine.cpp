@@ -158,6 +158,8 @@ class Examiner {
       limit += decay_rounding();
       relate_to_start(id, expected, d);
       if (within(d, limit)) return;
+      limit = std::max(limit, error_of_scores(id, expected));
+      if (within(d, limit)) return;
     }
     double size = cases::rms(expected);  // the denominator of the ratio
     if (row != DType::kF64 && cases::is_a_draw(id, expected)) {
@@ -201,6 +203,18 @@ class Examiner {
   double decay_rounding() {
     if (!deepest_) deepest_ = deepest_gamma(trial_);
     return std::numbers::ln2 * 0x1p-24 * *deepest_;
+  }
+
+  /// Relative, from sums k . k in fp32: A takes their errors to A dL A, which is large where keys
+  /// repeat and beta is near 2.
+  double error_of_scores(TensorId id, const HostTensor& expected) {
+    if (!is_whole(problem_.operation)) return 0;
+    if (scores_.empty()) scores_ = cases::score_errors_of(trial_.inputs);
+    const auto found = scores_.find(id);
+    if (found == scores_.end()) return 0;
+    cases::Difference d = cases::compare(trial_.inputs, row_of(id), found->second, expected);
+    relate_to_start(id, expected, d);
+    return cases::kRoundingFactor * d.ratio;
   }
 
   /// Absolute: the last bit in fp32 of the largest term that dg is a difference of, once for each
@@ -341,6 +355,7 @@ class Examiner {
   std::string_view family_;
   const TensorMap& outputs_;
   std::map<TensorId, double> usual_;
+  TensorMap scores_;  ///< cases::score_errors_of, when it was asked for
   std::optional<double> deepest_;
   std::optional<double> largest_term_;
   std::vector<Fault> faults_;
