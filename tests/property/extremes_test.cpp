@@ -1,6 +1,7 @@
 // Inputs at the ends of their ranges: gates whose parts leave the range of floats, one channel.
 #include <cmath>
 
+#include "check.h"
 #include "property/reports.h"
 
 namespace kda::test {
@@ -96,6 +97,58 @@ TEST_P(Extremes, OneNormalisedChannelKeepsItsGradient) {
       }
     });
   }
+}
+
+/// (I + L)^-1 keeps (1 - beta)^n of what token n before has written, so that errors of the sums
+/// k . k come back as A dL A. Operands of 16 bits are too coarse for it (6.4).
+TEST_P(Extremes, EqualKeysAndNegativeEigenvalues) {
+  for (const double g : {-1e-5, -1e-4, -1e-3, -1e-2}) {
+    CaseSpec spec = small_spec(65);
+    spec.family = Family::kSame;
+    spec.sizes = {1, 65, 3, 3, 256, 8, 0, 0};
+    Case c = make(spec);
+    set_input(c, kG, [&](int64_t) { return g; });
+    set_input(c, kBeta, [](int64_t) { return 1.85; });
+    const TensorMap expected = cases::reference_outputs(c).value();
+    const TensorMap model = cases::score_errors_of(c);
+    attempt([&] {
+      for (const auto& [id, result] : results_of(c)) {
+        const HostTensor& want = expected.at(id);
+        const cases::Difference d = cases::compare(c, id, result, want);
+        EXPECT_TRUE(d.finite) << name_of(id) << " at a gate of " << g;
+        if (is_hopper()) continue;
+        EXPECT_LE(d.ratio, cases::limit_beside(model, c, id, want, DType::kF32))
+            << name_of(id) << " at a gate of " << g;
+      }
+    });
+  }
+}
+
+/// A factor near 1 loses up to 2^-25 where it is rounded, which may not add up over tokens of equal
+/// gates. Slower decays than these are lost in the states' own rounding.
+TEST_P(Extremes, LongMemoryTokenByToken) {
+  CaseSpec spec = small_spec(16384);
+  spec.sizes.K = spec.sizes.V = 8;
+  for (const double g : {-1e-5, -3e-5, -1e-4, -1e-3}) {
+    Case c = cases::generate(fitted_to_decode(spec, 70));
+    set_input(c, kG, [&](int64_t) { return g; });
+    set_input(c, kBeta, [](int64_t) { return 0.0; });
+    const TensorMap all = cases::reference_outputs(c).value();
+    const TensorMap expected{{kO, all.at(kO)}, {kFinalState, all.at(kFinalState)}};
+    attempt([&] {
+      const TensorMap results = results_of(recurrent_problem(c), c.inputs);
+      EXPECT_EQ(beyond_limits(c, results, expected), "") << "gate of " << g;
+    });
+  }
+}
+
+TEST_P(Extremes, LongMemory) {
+  CaseSpec spec = small_spec(16384);
+  spec.sizes.K = spec.sizes.V = 8;
+  Case c = make(spec);
+  set_input(c, kG, [](int64_t) { return -3e-5; });
+  set_input(c, kBeta, [](int64_t) { return 0.0; });
+  expect_right(c);
 }
 
 }  // namespace
