@@ -89,8 +89,15 @@ __device__ void contain(PrepShared<Io, K>& shared, float* beta, uint64_t record)
   __syncwarp();
 }
 
-/// d = a b for 16 x 16 blocks; A(i, c): the column pair c of row i, B(c, j): rows c, c + 1.
-template <class A, class B>
+/// What rounding to tf32 leaves of x.
+__device__ __forceinline__ float2 rest_of_tf32(float2 x) {
+  return {x.x - __uint_as_float(tf32_of(x.x)), x.y - __uint_as_float(tf32_of(x.y))};
+}
+
+/// d = a b for 16 x 16 blocks; A(i, c): the column pair c of row i, B(c, j): rows c, c + 1. In
+/// tf32, whose rounding is that of fp16: there the operands are sums of two numbers, but for the
+/// product of both rests.
+template <class Io, class A, class B>
 __device__ __forceinline__ void multiply_blocks(float (&d)[2][4], A a, B b) {
 #pragma unroll
   for (int step = 0; step < 2; ++step) {
@@ -98,7 +105,12 @@ __device__ __forceinline__ void multiply_blocks(float (&d)[2][4], A a, B b) {
     for (int n = 0; n < 2; ++n) {
       const float2 upper = a(step, 0);
       const float2 lower = a(step, 1);
-      add_step(d[n], upper, lower, b(step, n));
+      const float2 column = b(step, n);
+      if constexpr (!kIsBf16<Io>) {
+        add_step(d[n], rest_of_tf32(upper), rest_of_tf32(lower), column);
+        add_step(d[n], upper, lower, rest_of_tf32(column));
+      }
+      add_step(d[n], upper, lower, column);
     }
   }
 }
@@ -119,13 +131,13 @@ __device__ __forceinline__ void write_solve(PrepShared<Io, K>& shared, float* be
                  Words<1>{__float_as_uint(beta[lane])});
   }
   float z[2][4] = {};
-  multiply_blocks(
+  multiply_blocks<Io>(
       z, [&](int step, int half) { return pair_at(N[16 + 8 * half + g], 16 + 8 * step + c); },
       [&](int step, int n) -> float2 {
         return {N[16 + 8 * step + c][8 * n + g], N[17 + 8 * step + c][8 * n + g]};
       });
   float x[2][4] = {};
-  multiply_blocks(
+  multiply_blocks<Io>(
       x,
       [&](int step, int half) -> float2 {
         return {z[step][2 * half], z[step][2 * half + 1]};
