@@ -215,7 +215,7 @@ TEST_P(Reports, NUM_15_GateAtItsBound) {
       expect_right(make(spec));
     }
     // Many chunks, then many heads. dA_log is one number a head.
-    for (const auto& [T, H] : {std::pair<int64_t, int64_t>{8192, 2}, {65, 96}}) {
+    for (const auto& [T, H] : {std::pair<int64_t, int64_t>{8192, 2}, {128, 96}}) {
       CaseSpec spec = small_spec(T);
       spec.sizes = {.B = 1, .T = T, .H = H, .HV = H, .K = 8, .V = 8};
       spec.family = family;
