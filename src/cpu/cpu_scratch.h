@@ -39,7 +39,7 @@ struct ForwardScratch {
 
 struct RecurrentScratch {
   RecurrentScratch(const Problem&, const Dims& s, Arena& arena) {
-    for (float** tile : {&q, &k, &decay}) *tile = arena.take(kBlock * s.ldk);
+    for (float** tile : {&q, &k, &decay, &rest}) *tile = arena.take(kBlock * s.ldk);
     for (float** tile : {&v, &o}) *tile = arena.take(kBlock * s.ldv);
     for (float** column : {&beta, &r}) *column = arena.take(kBlock);
     bias = arena.take(s.Kp);
@@ -49,6 +49,7 @@ struct RecurrentScratch {
   float* q;
   float* k;
   float* decay;
+  float* rest;
   float* v;
   float* o;
   float* beta;

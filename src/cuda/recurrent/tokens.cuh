@@ -135,27 +135,12 @@ __device__ __forceinline__ void set_factors(const RecurrentParams& p, const Prod
   qk = rq * rk * lane_sum(sums.qk);
 }
 
-/// exp(g) of a slow decay, -1/64 < g <= 0, rounded up or down at random, by bits of the token's k:
-/// to the nearest, tokens of equal gates would all lose the same, up to 2^-25 of the state each,
-/// 5e-4 in 16384. Three terms of the series of e^g - 1 leave 2.5e-9.
-__device__ __forceinline__ float slow_decay(float g, float k) {
-  const float series = fmaf(g * g, fmaf(g, 1 / 6.0f, 0.5f), g);
-  const uint32_t bits = __float_as_uint(k) * 0x9E3779B9u;
-  const float draw = __uint_as_float(0x3F800000u | bits >> 9);  // in [1, 2)
-  // Within half of the last bit of a factor below 1.
-  return 1.0f + fmaf(draw - 1.5f, 0x1p-24f, series);
-}
-
 /// The decay factor of a channel. fp64 does not clamp: exp(-inf) = 0.
 template <class Real>
-__device__ __forceinline__ Real decay_of(const GateParams& params, const Gate<Real>& gate, Real raw,
-                                         Real k) {
-  const Real g = gate_value(params, gate, raw);
-  if constexpr (sizeof(Real) == 4) {
-    return g > -0x1p-6f ? slow_decay(g, k) : exp(clamp_gate(g));
-  } else {
-    return exp(g);
-  }
+__device__ __forceinline__ Real decay_of(const GateParams& params, const Gate<Real>& gate,
+                                         Real raw) {
+  const Real value = gate_value(params, gate, raw);
+  return exp(sizeof(Real) == 4 ? clamp_gate(value) : value);
 }
 
 template <class Real>
@@ -251,11 +236,10 @@ __device__ __forceinline__ void load_keys(Token<Real, K, COLUMNS>* tokens, const
     for (int j = 0; j < kTokenBatch; ++j) {
       const int slot = first + j * step;
       if (slot >= count) continue;
-      const Real kj = inside ? convert<Real>(k[j], p.k.dtype) : Real(0);
+      const Real decay = inside ? decay_of(p.gate, gate, convert<Real>(raw[j], g.dtype)) : Real(1);
       tokens[slot].q[c] = inside ? convert<Real>(q[j], p.q.dtype) : Real(0);
-      tokens[slot].k[c] = kj;
-      tokens[slot].decay[c] =
-          inside ? decay_of(p.gate, gate, convert<Real>(raw[j], g.dtype), kj) : Real(1);
+      tokens[slot].k[c] = inside ? convert<Real>(k[j], p.k.dtype) : Real(0);
+      tokens[slot].decay[c] = decay;
     }
   }
 }

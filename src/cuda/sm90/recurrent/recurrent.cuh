@@ -220,7 +220,7 @@ struct RawToken {
       const int place = Layout::place_of(c);
       to.q[place] = qi;
       to.k[place] = ki;
-      to.decay[place] = decay_of(p.gate, gate, convert<float>(g[i], p.gate.g.dtype), ki);
+      to.decay[place] = decay_of(p.gate, gate, convert<float>(g[i], p.gate.g.dtype));
       to.v[c] = convert<float>(v[i], p.v.dtype);
     }
     float rq, rk, qk;
