@@ -14,12 +14,17 @@ constexpr double kLn2 = 0.6931471805599453;
 // Keys that point the same way, beta = 1, slow decay: the triangular system at its worst.
 TEST_P(Reports, NUM_01_CorrelatedKeys) {
   for (const DType io : {DType::kBF16, DType::kF32}) {
-    CaseSpec spec = small_spec(1024);
-    spec.family = Family::kCorr;
-    spec.io = io;
-    spec.initial_state = false;
-    spec.cu_seqlens = {0, 1024};
-    expect_right(make(spec));
+    for (const int64_t T : {1024, 8192}) {
+      // Hopper rows are beyond 7.3 here, and the model beside which they are held takes a minute.
+      if (is_hopper() && T > 1024) continue;
+      CaseSpec spec = small_spec(T);
+      if (T > 1024) spec.sizes.K = spec.sizes.V = 16;
+      spec.family = Family::kCorr;
+      spec.io = io;
+      spec.initial_state = false;
+      spec.cu_seqlens = {0, T};
+      expect_right(make(spec), "T " + std::to_string(T));
+    }
   }
 }
 
@@ -34,7 +39,8 @@ TEST_P(Reports, NUM_03_StrongDecayIsForgottenNotReadBack) {
 
 TEST_P(Reports, NUM_05_SoftplusGateOfPublishedModels) {
   for (const double size : {1.0, 4.0}) {
-    CaseSpec spec = small_spec(200);
+    // dA_log of Hopper rows is a draw, and this input none that a spec repeats (7.3).
+    CaseSpec spec = small_spec(is_hopper() ? 200 : 1024);
     spec.sizes.HV = 2;
     spec.gate = Gate::kSoftplus;
     Case c = make(spec);
@@ -54,6 +60,8 @@ TEST_P(Reports, NUM_06_NoDecayStaysStable) {
     for (const double beta : {1.0, 1 - 0x1p-20}) {
       std::map<TensorId, double> at_64_tokens;
       for (const int64_t T : {64, 1024, 16384}) {
+        // The model that Hopper rows may be held beside takes seconds for 16384 tokens.
+        if (is_hopper() && T > 1024 && !(every_token && beta == 1)) continue;
         CaseSpec spec = small_spec(T);
         spec.sizes.K = spec.sizes.V = 16;
         spec.io = DType::kBF16;
