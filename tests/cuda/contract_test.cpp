@@ -95,6 +95,35 @@ TEST_P(CudaReports, PAGED_01_PAGED_02_PAGED_03_IndicesOutsideThePoolAreSkipped) 
   }
 }
 
+// PAGED-02: what becomes of a slot that two sequences write is not defined; others are as ever.
+TEST_P(CudaReports, PAGED_02_ASlotNamedTwiceEndangersNoOther) {
+  CaseSpec spec;
+  spec.sizes = {4, 3, 2, 2, 64, 64, 0, 0};
+  spec.gradients = false;
+  Case c = cases::generate(fitted_to_decode(spec));
+  Problem problem = recurrent_problem(c);
+  problem.sizes.P = 4;
+  problem.set(kStateIndices, DType::kI32);
+  const auto run = [&](const std::vector<double>& slots) {
+    c.inputs[kStateIndices] = cases::from_doubles(DType::kI32, {4}, slots);
+    DeviceCase device = on_device(problem, c.inputs);
+    Args args = device.args();
+    args.out(kFinalState, device[kInitialState].address());  // a pool is updated in place
+    require(device.plan().run(args).ok() ? cudaDeviceSynchronize() : cudaErrorUnknown);
+    count_call(device.plan().implementation());
+    const HostTensor& before = c.inputs.at(kInitialState);
+    return TensorMap{{kO, device.outputs().at(kO)},
+                     {kFinalState, device[kInitialState].store(before.dtype, before.shape)}};
+  };
+  const TensorMap apart = run({0, -1, 3, -1});
+  const TensorMap twice = run({0, 0, 3, 0});
+  EXPECT_EQ(row_of(twice.at(kO), 2).bytes, row_of(apart.at(kO), 2).bytes);
+  for (const int64_t slot : {1, 2, 3}) {
+    EXPECT_EQ(row_of(twice.at(kFinalState), slot).bytes, row_of(apart.at(kFinalState), slot).bytes)
+        << "slot " << slot;
+  }
+}
+
 // Many sequences make the scans take wider blocks.
 TEST(CudaContract, RowsOfALargeBatchHaveTheBitsOfRowsAlone) {
   KDA_NEEDS_GPU();

@@ -17,9 +17,9 @@ namespace {
 
 TEST_P(Reports, VARLEN_01_LastSequenceOfOneToken) {
   for (const std::vector<int64_t>& cu :
-       std::vector<std::vector<int64_t>>{{0, 1023, 1024}, {0, 1, 1024}, {0, 511, 512, 1024}}) {
-    CaseSpec spec = small_spec(1024);
-    spec.sizes.V = 32;
+       std::vector<std::vector<int64_t>>{{0, 8191, 8192}, {0, 1, 8192}, {0, 4095, 4096, 8192}}) {
+    CaseSpec spec = small_spec(8192);
+    spec.sizes.K = spec.sizes.V = 16;
     spec.cu_seqlens = cu;
     expect_right(make(spec));
   }
@@ -227,73 +227,87 @@ TEST_P(Reports, GVA_01_GVA_02_GroupedHeads) {
   }
 }
 
-/// Runs a case with one tensor in the given strides, `offset` bytes behind a multiple of 16, and
-/// everything else contiguous. Throws kda::Error.
-HostTensor o_with_strides(const Case& c, const std::string& family, TensorId id,
-                          const std::array<int64_t, 4>& stride, std::size_t offset) {
-  Problem problem = forward_problem(c);
-  TensorLayout layout = problem.canonical_layout(id);
-  layout.stride = stride;
-  problem.set(id, layout);
-  const HostTensor& values = c.inputs.at(id);
+/// The values of a tensor in the strides of `layout`, `offset` bytes behind a multiple of 16, and
+/// NaN between them.
+cases::AlignedBytes scattered(const HostTensor& values, const TensorLayout& layout,
+                              std::size_t bytes, std::size_t offset) {
   const std::size_t size = size_of(layout.dtype);
-  cases::AlignedBytes memory(static_cast<std::size_t>(problem.bytes(id)) + offset, std::byte{0xFF});
-  std::byte* base = memory.data() + offset;
+  cases::AlignedBytes memory(bytes + offset, std::byte{0xFF});
   std::array<int64_t, 4> shape{1, 1, 1, 1};
   std::copy_n(layout.shape.begin(), layout.rank, shape.begin());
-  std::size_t at = 0;
+  const std::array<int64_t, 4>& stride = layout.stride;
+  std::size_t from = 0;
   for (int64_t b = 0; b < shape[0]; ++b) {
     for (int64_t t = 0; t < shape[1]; ++t) {
       for (int64_t h = 0; h < shape[2]; ++h) {
         for (int64_t k = 0; k < shape[3]; ++k) {
-          const int64_t at_b = b * stride[0] + t * stride[1] + h * stride[2] + k * stride[3];
-          std::memcpy(base + static_cast<std::size_t>(at_b) * size,
-                      values.bytes.data() + at++ * size, size);
+          const int64_t to = b * stride[0] + t * stride[1] + h * stride[2] + k * stride[3];
+          std::memcpy(memory.data() + offset + static_cast<std::size_t>(to) * size,
+                      values.bytes.data() + from++ * size, size);
         }
       }
     }
   }
-  const Conditions conditions = choosing(family);
-  const Plan plan = make_plan(problem, conditions.device, conditions.options).value();
-  TensorMap inputs = c.inputs;
-  TensorMap outputs{{kO, HostTensor(problem[kO].dtype, {problem.sizes.B, problem.sizes.T,
-                                                        problem.sizes.HV, problem.sizes.V})},
-                    {kFinalState, HostTensor(DType::kF32, {problem.sequences(), problem.sizes.HV,
-                                                           problem.sizes.K, problem.sizes.V})}};
-  Args args;
-  std::vector<std::span<std::byte>> regions{memory};
-  for (TensorMap* tensors : {&inputs, &outputs}) {
-    for (auto& [other, tensor] : *tensors) {
-      args.out(other, tensor.bytes.data());
-      regions.emplace_back(tensor.bytes);
-    }
-  }
-  args.out(id, base);
-  cases::AlignedBytes workspace(plan.workspace_bytes());
-  args.workspace = workspace.data();
-  args.workspace_bytes = workspace.size();
-  const bool on_host = conditions.device.type == DeviceType::kCpu;
-  const Status status = on_host ? plan.run(args) : cases::run_on_device(plan, args, regions, {});
-  if (!status.ok()) throw Error(status);
-  count_call(plan.implementation());
-  return outputs.at(kO);
+  return memory;
 }
 
 /// Tests that move one tensor at a time.
 class ReportsOfStrides : public Reports {
  protected:
-  /// o has the bits that it has from contiguous tensors, from an address that is a multiple of one
-  /// element alone and from one of 16 bytes.
-  void expect_same_from(const Case& c, TensorId id, const std::array<int64_t, 4>& stride) const {
-    attempt([&] {
-      const HostTensor plain = results_of(c).at(kO);
-      for (const std::size_t offset : {size_of(c.inputs.at(id).dtype), std::size_t{16}}) {
-        attempt([&] {
-          EXPECT_EQ(other_bits(plain, o_with_strides(c, family(), id, stride, offset)), "")
-              << name_of(id) << " at an offset of " << offset;
-        });
+  /// The outputs with one input in the given strides, `offset` bytes behind a multiple of 16, and
+  /// everything else contiguous. Throws kda::Error.
+  TensorMap results_with(Problem problem, const TensorMap& given, TensorId id,
+                         const std::array<int64_t, 4>& stride, std::size_t offset) const {
+    TensorLayout layout = problem.canonical_layout(id);
+    layout.stride = stride;
+    problem.set(id, layout);
+    const Plan plan = make_plan(problem, device(), options()).value();
+    TensorMap inputs;
+    TensorMap outputs;
+    for (const TensorSpec& spec : tensors_of(problem.operation)) {
+      if (!problem.has(spec.id)) continue;
+      if (spec.role == Role::kInput) {
+        inputs[spec.id] = given.at(spec.id);
+        continue;
       }
-    });
+      const TensorLayout& out = plan.problem()[spec.id];
+      outputs[spec.id] = HostTensor(out.dtype, {out.shape.begin(), out.shape.begin() + out.rank});
+    }
+    cases::AlignedBytes memory = scattered(
+        inputs.at(id), layout, static_cast<std::size_t>(plan.problem().bytes(id)), offset);
+    Args args;
+    std::vector<std::span<std::byte>> regions{memory};
+    for (TensorMap* tensors : {&inputs, &outputs}) {
+      for (auto& [other, tensor] : *tensors) {
+        args.out(other, tensor.bytes.data());
+        regions.emplace_back(tensor.bytes);
+      }
+    }
+    args.out(id, memory.data() + offset);
+    cases::AlignedBytes workspace(plan.workspace_bytes());
+    args.workspace = workspace.data();
+    args.workspace_bytes = workspace.size();
+    const Status status = on_cpu() ? plan.run(args) : cases::run_on_device(plan, args, regions, {});
+    if (!status.ok()) throw Error(status);
+    count_call(plan.implementation());
+    return outputs;
+  }
+
+  /// Either direction has the bits that it has from contiguous tensors, from an address that is a
+  /// multiple of one element alone and from one of 16 bytes.
+  void expect_same_from(const Case& c, TensorId id, const std::array<int64_t, 4>& stride) const {
+    for (const Problem& problem : {forward_problem(c), backward_problem(c)}) {
+      if (!problem.has(id)) continue;  // do, of the forward
+      attempt([&] {
+        const TensorMap plain = results_of(problem, c.inputs);
+        for (const std::size_t offset : {size_of(c.inputs.at(id).dtype), std::size_t{16}}) {
+          attempt([&] {
+            EXPECT_EQ(other_bits(results_with(problem, c.inputs, id, stride, offset), plain), "")
+                << name_of(id) << " at an offset of " << offset;
+          });
+        }
+      });
+    }
   }
 };
 
@@ -302,22 +316,23 @@ KDA_FOR_EACH_FAMILY(ReportsOfStrides);
 TEST_P(ReportsOfStrides, LAYOUT_01_PaddedRows) {
   CaseSpec spec = small_spec(70);
   spec.sizes = {.B = 2, .T = 70, .H = 2, .HV = 2, .K = 64, .V = 32};
-  spec.gradients = false;
   const Case c = make(spec);
   const int64_t V = c.forward.sizes.V;
   for (const TensorId id : {kQ, kK}) expect_same_from(c, id, {70 * 512, 512, 64, 1});
+  for (const TensorId id : {kV, kDo}) expect_same_from(c, id, {75 * 4 * V, 4 * V, V, 1});
   // States as slices of a larger pool.
-  expect_same_from(c, kInitialState, {5 * 2 * 64 * V, 64 * V, V, 1});
+  for (const TensorId id : {kInitialState, kDfinalState}) {
+    expect_same_from(c, id, {5 * 2 * 64 * V, 64 * V, V, 1});
+  }
 }
 
 TEST_P(ReportsOfStrides, LAYOUT_03_TransposedGateValuesAndBeta) {
   CaseSpec spec = small_spec(70);
   spec.sizes = {.B = 2, .T = 70, .H = 2, .HV = 2, .K = 64, .V = 32};
-  spec.gradients = false;
   const Case c = make(spec);
   const int64_t V = c.forward.sizes.V;
   expect_same_from(c, kG, {2 * 70 * 64, 64, 70 * 64, 1});
-  expect_same_from(c, kV, {2 * 70 * V, V, 70 * V, 1});
+  for (const TensorId id : {kV, kDo}) expect_same_from(c, id, {2 * 70 * V, V, 70 * V, 1});
   expect_same_from(c, kBeta, {2 * 70, 1, 70, 0});
 }
 
@@ -325,12 +340,11 @@ TEST_P(ReportsOfStrides, LAYOUT_06_ViewsOfOneProjection) {
   CaseSpec spec = small_spec(70);
   spec.sizes = {.B = 1, .T = 70, .H = 8, .HV = 8, .K = 16, .V = 16};
   spec.io = spec.gate_dtype = DType::kBF16;
-  spec.gradients = false;
   const Case c = make(spec);
   const int64_t K = c.forward.sizes.K;
   const int64_t row = 8 * 3 * K + 8;
   expect_same_from(c, kBeta, {70 * 40, 40, 1, 0});
-  for (const TensorId id : {kQ, kK, kV}) expect_same_from(c, id, {70 * row, row, K, 1});
+  for (const TensorId id : {kQ, kK, kV, kDo}) expect_same_from(c, id, {70 * row, row, K, 1});
 }
 
 // A length that hung elsewhere, with zero-filled inputs.
@@ -361,6 +375,22 @@ TEST_P(Reports, RACE_05_BatchCompositionChangesNoBit) {
       for (const auto& [id, tensor] : alone) {
         EXPECT_EQ(other_bits(tensor, row_of(together.at(id), b)), "") << name_of(id);
       }
+    }
+    // The same tokens and states, packed behind one another.
+    Case packed = batch;
+    for (auto& [id, tensor] : packed.inputs) {
+      if (!has_tokens(id)) continue;
+      tensor.shape[0] = 1;
+      tensor.shape[1] = 8 * 70;
+    }
+    packed.forward.sizes.B = 1;
+    packed.forward.sizes.N = 8;
+    packed.forward.sizes.T = 8 * 70;
+    give_input(packed, kCuSeqlens,
+               cases::from_doubles(DType::kI64, {9},
+                                   std::vector<double>{0, 70, 140, 210, 280, 350, 420, 490, 560}));
+    for (const auto& [id, tensor] : results_of(packed)) {
+      EXPECT_TRUE(tensor.bytes == together.at(id).bytes) << name_of(id) << " of packed tokens";
     }
   });
 }
@@ -404,6 +434,15 @@ TEST_P(Reports, DIM_08_ReducedGateParameters) {
     EXPECT_EQ(problem[kDALog].dtype, DType::kBF16);
     EXPECT_EQ(problem[kDdtBias].dtype, DType::kBF16);
   }
+}
+
+TEST_P(Reports, DIM_09_HalfPrecisionOfUsualInput) {
+  CaseSpec spec = small_spec(2048);
+  spec.sizes.K = spec.sizes.V = 32;
+  spec.io = DType::kF16;
+  Case c = make(spec);
+  set_input(c, kG, [](int64_t i) { return uniform(i, -5, 0); });
+  expect_right(c);
 }
 
 // Values that fp16 cannot hold pass through fp32 states, and tiny gradients are not lost.
