@@ -189,7 +189,8 @@ KDA_API kda_status kda_problem_make(kda_problem* problem, kda_operation operatio
 KDA_API void kda_options_init(kda_options* options);
 KDA_API void kda_args_init(kda_args* args);
 
-/* The shape, strides and bytes that a tensor of this problem has. */
+/* The shape, strides and bytes that a tensor of this problem has. Of an absent one, which is no
+ * failure, the shape that it would have, with dtype none and 0 bytes. */
 KDA_API kda_status kda_problem_layout(const kda_problem* problem, kda_tensor_id id,
                                       kda_tensor_layout* layout, size_t* bytes);
 
@@ -197,7 +198,7 @@ KDA_API kda_status kda_problem_layout(const kda_problem* problem, kda_tensor_id 
 KDA_API kda_status kda_plan_create(const kda_problem* problem, kda_device_type device_type,
                                    int32_t device_index, const kda_options* options,
                                    kda_plan** plan);
-/* NULL is allowed. */
+/* NULL is allowed. Whatever is done with a plan afterwards is undefined, as after free. */
 KDA_API void kda_plan_destroy(kda_plan* plan);
 KDA_API size_t kda_plan_workspace_bytes(const kda_plan* plan);
 /* Valid as long as the library is loaded. */

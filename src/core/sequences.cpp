@@ -1,5 +1,6 @@
 #include "core/sequences.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include <fmt/format.h>
@@ -27,13 +28,30 @@ Status wrong_entry(int64_t i, int64_t found, const std::string& expected) {
 
 int64_t chunks_of(int64_t length, int64_t C) { return length / C + (length % C != 0 ? 1 : 0); }
 
+/// Whether a tensor, in memory, bounds the number of sequences though there is no token.
+bool has_rows_of_sequences(const Problem& problem) {
+  const auto specs = tensors_of(problem.operation);
+  return std::any_of(specs.begin(), specs.end(), [&](const TensorSpec& spec) {
+    return problem.has(spec.id) && (spec.shape.starts_with("[S,") || spec.shape == "[N]");
+  });
+}
+
 }  // namespace
+
+bool has_work(const Problem& problem, int64_t tokens) {
+  const auto specs = tensors_of(problem.operation);
+  return tokens > 0 || std::any_of(specs.begin(), specs.end(), [&](const TensorSpec& spec) {
+           return spec.role == Role::kOutput && problem.has(spec.id) &&
+                  spec.shape.starts_with("[S,");
+         });
+}
 
 Result<SequenceList> read_sequences(const Problem& problem, const Args& args) {
   SequenceList list;
   const int64_t count = problem.sequences();
   const int64_t T = problem.sizes.T;
   const int64_t C = problem.chunk_size;
+  if (!problem.packed() && T == 0 && !has_rows_of_sequences(problem)) return list;
   list.sequences.reserve(static_cast<std::size_t>(count));
   if (!problem.packed()) {
     for (int64_t b = 0; b < count; ++b) {

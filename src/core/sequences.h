@@ -22,12 +22,16 @@ struct Sequence {
 };
 
 struct SequenceList {
-  std::vector<Sequence> sequences;
-  int64_t chunk_rows_used = 0;  ///< rows of h and dh that belong to a chunk
-  int64_t tokens_used = 0;      ///< T, or cu_seqlens[N]: rows from here on are padding
+  std::vector<Sequence> sequences;  ///< none where T = 0 and no tensor has a row for each
+  int64_t chunk_rows_used = 0;      ///< rows of h and dh that belong to a chunk
+  int64_t tokens_used = 0;          ///< T, or cu_seqlens[N]: rows from here on are padding
 };
 
 /// Fixed-length rows, or cu_seqlens checked: kInvalidArgument names the first wrong entry.
 Result<SequenceList> read_sequences(const Problem& problem, const Args& args);
+
+/// Whether sequences with so many tokens together have something to write: a token or a state. All
+/// other outputs are zero without a token, however many heads and sequences there are.
+bool has_work(const Problem& problem, int64_t tokens);
 
 }  // namespace kda

@@ -321,6 +321,7 @@ Kernel chunk_backward_kernel() {
             (run, task);
           },
           [](const Problem& problem) {
+            if (!has_work(problem, problem.sizes.T)) return int64_t{0};
             const Dims s(problem);
             return problem.sequences() * problem.sizes.HV * (s.Kp + 1) *
                    static_cast<int64_t>(sizeof(double));

@@ -69,6 +69,7 @@ class CpuExecutor final : public Executor {
     if (Status status = check_indices(run); !status.ok()) return status;
     if (Status status = check_counts(run); !status.ok()) return status;
     zero_padding(problem(), args, run.list);
+    if (!has_work(problem(), run.list.tokens_used)) return {};
     if (by_chunk(kernel_.kind)) list_chunks(run);
     auto* shared = static_cast<std::byte*>(args.workspace);
     std::byte* scratch = shared + shared_bytes_;

@@ -16,6 +16,14 @@ void zero_row(const View& view, int64_t i, int64_t j, int32_t rank) {
   }
 }
 
+void zero_parameters(const View& view, int64_t rank) {
+  for (int64_t head = 0; head < view.shape[0]; ++head) {
+    for (int64_t k = 0; k < (rank > 1 ? view.shape[1] : 1); ++k) {
+      store_element(view.at(head, k), view.dtype, 0);
+    }
+  }
+}
+
 }  // namespace
 
 void zero_padding(const Problem& problem, const Args& args, const SequenceList& list) {
@@ -23,11 +31,14 @@ void zero_padding(const Problem& problem, const Args& args, const SequenceList& 
     const View view = view_of(problem, args, spec.id);
     if (spec.role != Role::kOutput || !view) continue;
     const int32_t rank = problem[spec.id].rank;
-    if (spec.shape.substr(0, 5) == "[B,T,") {
+    if (spec.shape.starts_with("[B,T,")) {
+      if (list.tokens_used == view.shape[1]) continue;  // there may be no row in many batches
       for (int64_t b = 0; b < view.shape[0]; ++b) {
         for (int64_t t = list.tokens_used; t < view.shape[1]; ++t) zero_row(view, b, t, rank);
       }
-    } else if (spec.shape.substr(0, 4) == "[NC,") {
+    } else if (spec.shape.starts_with("[HV") && !has_work(problem, list.tokens_used)) {
+      zero_parameters(view, rank);
+    } else if (spec.shape.starts_with("[NC,")) {
       for (int64_t row = list.chunk_rows_used; row < view.shape[0]; ++row) {
         for (int64_t head = 0; head < view.shape[1]; ++head) zero_row(view, row, head, rank);
       }

@@ -235,10 +235,11 @@ int64_t chunk_backward_scratch(const Problem& problem) {
 }
 
 int64_t chunk_backward_shared(const Problem& problem) {
-  return doubles_of<ParameterPartials>(problem);
+  return has_work(problem, problem.sizes.T) ? doubles_of<ParameterPartials>(problem) : 0;
 }
 
 Status chunk_backward(const Run& run) {
+  if (!has_work(run.problem, run.list.tokens_used)) return {};
   const Sizes& sizes = run.problem.sizes;
   const Preprocess inputs(run.problem, run.args);
   Carver shared(run.shared);

@@ -82,9 +82,11 @@ inline int64_t chunks_of(const Sequence& sequence, int64_t C) {
   return (sequence.length() + C - 1) / C;
 }
 
-/// body(sequence, head, scratch) for every sequence and head, in parallel.
+/// body(sequence, head, scratch) for every sequence and head, in parallel, if any has something to
+/// write.
 template <class Body>
 void for_sequences(const Run& run, int64_t heads, const Body& body) {
+  if (!has_work(run.problem, run.list.tokens_used)) return;
   const int64_t tasks = static_cast<int64_t>(run.list.sequences.size()) * heads;
 #pragma omp parallel for num_threads(run.threads) schedule(dynamic)
   for (int64_t task = 0; task < tasks; ++task) {

@@ -16,6 +16,7 @@
 #include "chance.h"
 #include "check.h"
 #include "compare.h"
+#include "kda/backend.h"
 #include "stress/draw.h"
 #include "stress/dye.h"
 #include "stress/inputs.h"
@@ -151,6 +152,58 @@ TEST(StressJudge, SeesWrongNumbers) {
   EXPECT_EQ(faulty(trial, outputs), Names{"o"});
   o.set(0, std::numeric_limits<double>::quiet_NaN());
   EXPECT_EQ(faulty(trial, outputs), Names{"o"});
+}
+
+/// The row of the family that has the operation.
+ImplementationInfo row_of(std::string_view family, Operation operation) {
+  for (const ImplementationInfo& info : implementations()) {
+    if (info.family == family && info.operation == operation) return info;
+  }
+  throw std::runtime_error("no such row");
+}
+
+// beta x 1.0005 is less than bf16 shows. The row is right, so the expectation is made wrong.
+TEST(StressJudge, SeesBehind16BitOutputsOnTheCpu) {
+  Trial trial = prepare(first([](const Draw& d) {
+                          return d.problem.operation == Operation::kRecurrent &&
+                                 !d.problem.beta_sigmoid && d.spec.family == cases::Family::kUnit &&
+                                 d.problem.sizes.T > 64 && d.problem[kO].dtype == DType::kBF16 &&
+                                 !d.problem.has(kFinalState) && d.dyed < 0 &&
+                                 d.problem.effective_scale() != 0;
+                        }),
+                        false)
+                    .value();
+  const ImplementationInfo cpu = row_of("cpu", Operation::kRecurrent);
+  EXPECT_TRUE(judge(trial, cpu, Device{}).faults.empty());
+  TensorMap other = trial.inputs.inputs;
+  HostTensor& beta = other.at(kBeta);
+  beta = cases::converted(beta, DType::kF64);
+  for (int64_t i = 0; i < beta.count(); ++i) beta.set(i, 1.0005 * beta.get(i));
+  Draw with_fp64_beta = trial.draw;
+  with_fp64_beta.problem.set(kBeta, DType::kF64);
+  trial.expected = expected_of(with_fp64_beta, other).value();
+  const Judgement judgement = judge(trial, cpu, Device{});
+  ASSERT_EQ(judgement.faults.size(), 1U) << describe(trial.draw);
+  EXPECT_EQ(judgement.faults[0].output, "o");
+  EXPECT_EQ(judgement.faults[0].text.rfind("with outputs in fp32: ratio ", 0), 0U)
+      << judgement.faults[0].text;
+}
+
+TEST(StressDraw, TakesFp32ForOutputsThatStandAlone) {
+  int changed = 0;
+  for (int64_t number = 0; number < 1000; ++number) {
+    const Draw d = draw(5, number);
+    const std::optional<Problem> problem = with_fp32_outputs(d);
+    if (!problem) continue;
+    ++changed;
+    EXPECT_TRUE(problem->validated().ok()) << describe(d);
+    for (const TensorSpec& spec : tensors_of(d.problem.operation)) {
+      const bool kept = spec.role == Role::kInput || size_of(d.problem[spec.id].dtype) != 2 ||
+                        (spec.id == kFinalState && d.state_in_place);
+      EXPECT_EQ((*problem)[spec.id].dtype, kept ? d.problem[spec.id].dtype : DType::kF32);
+    }
+  }
+  EXPECT_GT(changed, 300);
 }
 
 // One channel, normalised, and beta = 1: dg is 6e-5 in size, a difference of terms up to 370 whose

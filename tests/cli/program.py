@@ -16,15 +16,21 @@ DATA = pathlib.Path(__file__).parent.parent / "data"
 OUTPUTS = ["o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "dinitial_state"]
 
 
-def kda(*arguments, **how):
-    environment = dict(os.environ)
-    environment.pop("KDA_IMPL", None)
+def environment_with(**variables):
+    """The environment, of the variables that choose for the library only those given."""
+    environment = dict(os.environ, **variables)
+    for name in {"KDA_IMPL", "KDA_WORKSPACE_LIMIT"} - set(variables):
+        environment.pop(name, None)
+    return environment
+
+
+def kda(*arguments, variables=None, **how):
     return subprocess.run(
         [PROGRAM, *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=300,
-        env=environment,
+        env=environment_with(**(variables or {})),
         check=False,
         **how,
     )

@@ -1,9 +1,25 @@
 """kda stress."""
 
 import re
+import signal
+import subprocess
 import time
 
-from program import DATA, ProgramTest, kda
+from program import DATA, PROGRAM, ProgramTest, environment_with, kda
+
+
+def begin(*arguments):
+    """kda stress on the CPU, once it has computed something."""
+    process = subprocess.Popen(
+        [PROGRAM, "stress", "--device", "cpu", *map(str, arguments)], text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment_with(KDA_LOG="exec"))
+    process.stderr.readline()
+    return process
+
+
+def end(process):
+    out, err = process.communicate(timeout=300)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 class Stress(ProgramTest):
@@ -91,3 +107,74 @@ class Stress(ProgramTest):
         self.check(result, 0)
         self.assertLess(time.monotonic() - start, 60)
         self.assertGreater(self.lines(result)[-1]["problems"], 0)
+
+    def test_a_choice_without_words_is_none(self):
+        everything = kda("support", "--device", "cpu").stdout
+        for choice in (",", " ", ", ,"):
+            with self.subTest(choice):
+                result = kda("stress", "--problems", "1", "--device", "cpu", "--impl", choice)
+                self.check(result, 0)
+                self.assertIn("1 problems, 2 calls", result.stdout)
+                listed = kda("support", "--device", "cpu", "--impl", choice)
+                self.assertEqual(listed.stdout, everything)
+
+    def test_words_may_stand_between_spaces(self):
+        ask = ("support", "--device", "cpu", "--json", "--impl")
+        spaced, plain = (kda(*ask, choice).stdout for choice in
+                         (" cpu_wu reference_wu,", "cpu_wu,reference_wu"))
+        self.assertEqual(spaced, plain)
+        result = kda("stress", "--seed", "4", "--problems", "30", "--device", "cpu", "--json",
+                     "--impl", " cpu_wu reference_wu,")
+        self.check(result, 0)
+        names = {row["impl"] for row in self.lines(result)[-1]["implementations"]}
+        self.assertEqual(names, {"cpu_wu", "reference_wu"})
+
+    def test_wrong_variables_are_refused_as_by_verify(self):
+        for name, value in (("KDA_WORKSPACE_LIMIT", "x"), ("KDA_IMPL", "nonsense")):
+            with self.subTest(name):
+                result = kda("stress", "--problems", "2", variables={name: value})
+                self.check(result, 2)
+                self.assertEqual(result.stdout, "")
+                self.assertIn(f'kda: environment variable {name}: found "{value}"', result.stderr)
+                self.check(kda("verify", variables={name: value}), 2)
+        both = {"KDA_IMPL": "cpu_wu", "KDA_WORKSPACE_LIMIT": "x"}  # has no row for chunk_fwd
+        self.check(kda("stress", "--problems", "2", variables=both), 2)
+        unread = kda("stress", "--problems", "2", "--impl", "cpu", variables={"KDA_IMPL": "nonsense"})
+        self.check(unread, 0)
+
+    def test_variables_change_nothing_that_is_tried(self):
+        ask = ("stress", "--seed", "4", "--problems", "12", "--device", "cpu", "--json")
+        runs = [kda(*ask), kda(*ask, variables={"KDA_IMPL": "cpu_recurrent",
+                                                "KDA_WORKSPACE_LIMIT": "1"})]
+        for run in runs:
+            self.check(run, 0)
+        plain, limited = (self.lines(run)[-1] for run in runs)
+        for key in ("problems", "calls", "implementations"):
+            self.assertEqual(plain[key], limited[key])
+
+    def test_a_signal_ends_it_with_its_table(self):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with self.subTest(number):
+                process = begin("--seconds", "300", "--json")
+                process.send_signal(number)
+                result = end(process)
+                self.check(result, 0)
+                (summary,) = self.lines(result)
+                self.assertTrue(summary["interrupted"])
+                self.assertGreater(summary["calls"], 0)
+        process = begin("--seconds", "300")
+        process.send_signal(signal.SIGINT)
+        result = end(process)
+        self.check(result, 0)
+        self.assertIn(" failures in ", result.stdout)
+        self.assertIn("; a signal came\n", result.stdout)
+
+    def test_a_second_signal_ends_it_at_once(self):
+        # This problem takes seconds.
+        process = begin("--seed", "4", "--case", "167", "--impl", "reference", "--threads", "1")
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        result = end(process)
+        self.check(result, -signal.SIGTERM)
+        self.assertEqual(result.stdout, "")

@@ -95,6 +95,23 @@ TYPED_TEST(Packed, VARLEN_16_StridedList) {
   EXPECT_EQ(list->sequences[1].end, 128);
 }
 
+// There may be 2^40 of them, in no memory at all.
+TEST(FixedLength, NoListOfBatchRowsThatNothingHas) {
+  Problem problem = Problem::make(Operation::kChunkForward,
+                                  {.B = int64_t{1} << 40, .T = 0, .K = 4, .V = 4}, DType::kF32);
+  const auto list = read_sequences(problem.validated().value(), {});
+  ASSERT_TRUE(list.ok());
+  EXPECT_TRUE(list->sequences.empty());
+  EXPECT_FALSE(has_work(problem, 0));
+  problem.sizes.B = 2;
+  problem.set(kInitialState, DType::kF32);
+  EXPECT_EQ(read_sequences(problem.validated().value(), {})->sequences.size(), 2u);
+  EXPECT_FALSE(has_work(problem, 0));
+  EXPECT_TRUE(has_work(problem, 1));
+  problem.set(kFinalState, DType::kF32);
+  EXPECT_TRUE(has_work(problem, 0));
+}
+
 TEST(FixedLength, OneSequenceABatchRow) {
   Problem problem =
       Problem::make(Operation::kChunkForward, {.B = 3, .T = 65, .K = 4, .V = 4}, DType::kF32);

@@ -1,5 +1,6 @@
 #include "command.h"
 
+#include <algorithm>
 #include <charconv>
 #include <cstdio>
 #include <ctime>
@@ -138,6 +139,34 @@ Status check_common(const Common& common) {
     if (refusal.ok()) refusal = status;
   }
   return refusal;
+}
+
+bool is_chosen(const Common& common, const ImplementationInfo& info) {
+  constexpr const char* kSeparators = ", ";
+  const std::string_view list = common.implementation;
+  bool any_word = false;
+  std::size_t begin = list.find_first_not_of(kSeparators);
+  while (begin < list.size()) {
+    const std::size_t end = std::min(list.find_first_of(kSeparators, begin), list.size());
+    const std::string_view word = list.substr(begin, end - begin);
+    if (word == info.name || word == info.family) return true;
+    any_word = true;
+    begin = list.find_first_not_of(kSeparators, end);
+  }
+  return !any_word;
+}
+
+Status check_environment(const Common& common) {
+  // A plan of KDA_IMPL may end at rows that are elsewhere before it reads the limit.
+  std::vector<std::string> choices{"reference"};
+  if (common.implementation.empty()) choices.emplace_back();
+  for (const std::string& choice : choices) {
+    Options options = common.options();
+    options.implementation = choice;
+    const Status status = supports(smallest_problem(Operation::kChunkForward), Device{}, options);
+    if (status.code() == StatusCode::kInvalidArgument) return status;
+  }
+  return {};
 }
 
 std::string name_of(const Device& device) {

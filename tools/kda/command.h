@@ -113,6 +113,14 @@ Result<Device> choose_device(const Common& common, const Problem& problem);
 /// come to a problem.
 Status check_common(const Common& common);
 
+/// Whether --impl leaves the row: one of its words, between commas or spaces, is the name or
+/// family, or it has no word.
+bool is_chosen(const Common& common, const ImplementationInfo& info);
+
+/// What a plan would refuse in KDA_WORKSPACE_LIMIT and, without --impl, in KDA_IMPL, whatever the
+/// problem; for commands that make no plan on which these act.
+Status check_environment(const Common& common);
+
 /// "cpu", "cuda:0".
 std::string name_of(const Device& device);
 

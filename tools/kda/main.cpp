@@ -215,7 +215,9 @@ void add_stress(CLI::App& app, StressCommand& command) {
       "Each problem runs on every implementation that takes it and is held to the limits of kda\n"
       "verify, among memory full of NaN that it may not read or write, with other numbers of\n"
       "threads and, on CUDA, on several streams and as a graph. A failure prints the command that\n"
-      "repeats it.\n\n"
+      "repeats it. Ctrl-C or SIGTERM ends it after the problem in hand, with the table of what "
+      "was\n"
+      "found; a second one at once. KDA_IMPL and KDA_WORKSPACE_LIMIT change nothing.\n\n"
       "Example: kda stress --seconds 60 --seed 7");
   sub->add_option("--seed", command.seed, "The same seed gives the same problems everywhere")
       ->check(check_unsigned)

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <map>
 #include <optional>
 #include <set>
@@ -14,6 +15,7 @@
 #include "command.h"
 #include "kda/version.h"
 #include "progress.h"
+#include "stop.h"
 #include "stress/draw.h"
 #include "stress/judge.h"
 
@@ -60,19 +62,6 @@ std::string without_numbers(const std::string& reason) {
   return text;
 }
 
-bool is_word_of(const std::string& list, const ImplementationInfo& info) {
-  std::size_t begin = 0;
-  while (begin <= list.size()) {
-    const std::size_t end = std::min(list.find(',', begin), list.size());
-    std::string word = list.substr(begin, end - begin);
-    word.erase(0, word.find_first_not_of(' '));
-    word.erase(word.find_last_not_of(' ') + 1);
-    if (word == info.name || word == info.family) return true;
-    begin = end + 1;
-  }
-  return false;
-}
-
 /// All implementations on all devices, or those of the choice.
 Result<std::vector<Row>> chosen_rows(const Common& common) {
   if (Status status = check_common(common); !status.ok()) return status;
@@ -88,8 +77,7 @@ Result<std::vector<Row>> chosen_rows(const Common& common) {
   for (const Device& device : wanted) {
     for (const ImplementationInfo& info : implementations()) {
       if (info.device != device.type) continue;
-      if (!common.implementation.empty() && !is_word_of(common.implementation, info)) continue;
-      rows.push_back({info, device});
+      if (is_chosen(common, info)) rows.push_back({info, device});
     }
   }
   if (rows.empty()) {
@@ -120,18 +108,20 @@ class Stress {
     if (device_lost_) return kDeviceFailure;
     if (failures_ > 0) return kMismatch;
     if (calls_ > 0) return kRight;
-    return fail(common_, "",
-                {StatusCode::kUnsupported,
-                 fmt::format("nothing was tested: nothing of the choice takes any of the {} "
-                             "problems; try more of them or another --impl or --device",
-                             problems_)});
+    const std::string why =
+        stop_wanted() ? fmt::format("a signal came after {} problems", problems_)
+                      : fmt::format(
+                            "nothing of the choice takes any of the {} problems; try more "
+                            "of them or another --impl or --device",
+                            problems_);
+    return fail(common_, "", {StatusCode::kUnsupported, "nothing was tested: " + why});
   }
 
  private:
   double elapsed() const { return std::chrono::duration<double>(Clock::now() - start_).count(); }
 
   bool over() const {
-    if (device_lost_) return true;
+    if (device_lost_ || stop_wanted()) return true;
     if (command_.problems > 0 && problems_ >= command_.problems) return true;
     // A number of problems is a limit of its own.
     return (command_.problems == 0 || command_.seconds_given) && elapsed() >= command_.seconds;
@@ -297,6 +287,7 @@ class Stress {
                   {"calls", calls_},
                   {"failures", failures_},
                   {"seconds", elapsed()},
+                  {"interrupted", stop_wanted()},
                   {"implementations", rows}});
       return;
     }
@@ -312,9 +303,10 @@ class Stress {
                      ? ""
                      : fmt::format("{} ({})", printable(most->first), most->second));
     }
-    fmt::print("\nseed {}: {} problems, {} calls, {} failures in {:.1f} s{}\n", command_.seed,
+    fmt::print("\nseed {}: {} problems, {} calls, {} failures in {:.1f} s{}{}\n", command_.seed,
                problems_, calls_, failures_, elapsed(),
-               device_lost_ ? "; the device cannot be used any more" : "");
+               device_lost_ ? "; the device cannot be used any more" : "",
+               stop_wanted() ? "; a signal came" : "");
   }
 
   /// The devices of the rows, by name.
@@ -343,6 +335,12 @@ class Stress {
 }  // namespace
 
 int stress(const StressCommand& command) {
+  stop_on_signals();
+  if (Status status = check_environment(command.common); !status.ok()) {
+    return fail(command.common, "", status);
+  }
+  // What is tried depends on the command alone. Before CUDA starts threads, which may read others.
+  for (const char* name : {"KDA_IMPL", "KDA_WORKSPACE_LIMIT"}) ::unsetenv(name);
   Result<std::vector<Row>> rows = chosen_rows(command.common);
   if (!rows.ok()) return fail(command.common, "", rows.status());
   return Stress(command, std::move(*rows)).run();

@@ -101,10 +101,7 @@ bool listed(const SupportCommand& command, const ImplementationInfo& info) {
   const std::string_view device = kda::name_of(info.device);
   if (!command.operation.empty() && command.operation != kda::name_of(info.operation)) return false;
   if (common.device != "auto" && common.device.rfind(device, 0) != 0) return false;
-  const std::string names = "," + common.implementation + ",";
-  return common.implementation.empty() ||
-         names.find(fmt::format(",{},", info.name)) != std::string::npos ||
-         names.find(fmt::format(",{},", info.family)) != std::string::npos;
+  return is_chosen(common, info);
 }
 
 int list_all(const SupportCommand& command) {

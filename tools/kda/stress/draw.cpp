@@ -355,6 +355,19 @@ cases::Conditions conditions_of(const Draw& draw) {
   return conditions;
 }
 
+std::optional<Problem> with_fp32_outputs(const Draw& draw) {
+  Problem problem = draw.problem;
+  bool changed = false;
+  for (const TensorSpec& spec : tensors_of(problem.operation)) {
+    if (spec.role != Role::kOutput || size_of(problem[spec.id].dtype) != 2) continue;
+    if (spec.id == TensorId::kFinalState && draw.state_in_place) continue;
+    problem.set(spec.id, DType::kF32);
+    changed = true;
+  }
+  if (!changed) return std::nullopt;
+  return problem;
+}
+
 std::string describe(const Draw& draw) {
   const Problem& p = draw.problem;
   std::string text = fmt::format("{} {}", kda::name_of(p.operation), cases::describe(draw.spec));

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -40,6 +41,10 @@ Draw draw(uint64_t seed, int64_t number);
 
 /// How a run of it treats its tensors; the implementation and the device are the caller's.
 cases::Conditions conditions_of(const Draw& draw);
+
+/// The problem with fp32 for every output of 16 bits but a state that is updated in place; none if
+/// that changes nothing.
+std::optional<Problem> with_fp32_outputs(const Draw& draw);
 
 /// One line: operation, family, sizes, options, tensors and arrangement.
 std::string describe(const Draw& draw);

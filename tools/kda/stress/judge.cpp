@@ -2,6 +2,7 @@
 
 #include <optional>
 #include <string>
+#include <utility>
 
 #include <fmt/format.h>
 
@@ -16,6 +17,9 @@ using cases::TensorMap;
 /// Whose kernels run by default where a row does not take the addresses.
 constexpr std::string_view kGenericFamily = "cuda";
 
+/// Computes in fp32 whatever the outputs are. In 16 bits these hide errors of up to 2e-3.
+constexpr std::string_view kFp32Family = "cpu";
+
 /// Rows that need aligned addresses say so at the run, which alone knows them, and refuse where
 /// they were chosen by name. By default they are taken (docs/api.md).
 bool is_about_alignment(const Status& status, const ImplementationInfo& implementation) {
@@ -27,6 +31,25 @@ bool is_about_alignment(const Status& status, const ImplementationInfo& implemen
 void add_failure(const Status& status, Judgement& judgement) {
   judgement.device_lost |= status.code() == StatusCode::kDeviceError;
   judgement.faults.push_back({"", status.message()});
+}
+
+/// The same run with outputs that show the arithmetic alone.
+void run_in_fp32(const Trial& trial, const cases::Conditions& plain, Judgement& judgement) {
+  const std::optional<Problem> problem = with_fp32_outputs(trial.draw);
+  if (!problem) return;
+  cases::Conditions conditions = plain;
+  conditions.repeat = false;
+  Result<cases::GuardedOutcome> outcome = run_guarded(*problem, trial.inputs.inputs, conditions);
+  constexpr std::string_view kHow = "with outputs in fp32: ";
+  if (!outcome.ok()) {
+    const std::string text = fmt::format("{}{}", kHow, outcome.status().message());
+    add_failure({outcome.status().code(), text}, judgement);
+    return;
+  }
+  for (Fault& fault : faults_of(trial, kFp32Family, outcome->outputs)) {
+    fault.text.insert(0, kHow);
+    judgement.faults.push_back(std::move(fault));
+  }
 }
 
 /// The same run with one sequence spoilt.
@@ -107,6 +130,9 @@ Judgement judge(const Trial& trial, const ImplementationInfo& implementation, co
   if (outcome.ok()) {
     judgement.ran = true;
     judgement.faults = faults_of(trial, family, outcome->outputs);
+    if (family == kFp32Family && judgement.faults.empty()) {
+      run_in_fp32(trial, conditions, judgement);
+    }
     if (trial.draw.dyed >= 0) {
       run_dyed(trial, conditions, outcome->outputs, judgement);
       run_with_nan(trial, conditions, judgement);

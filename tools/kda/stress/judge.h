@@ -29,7 +29,7 @@ struct Judgement {
 };
 
 /// Runs the problem in guarded memory: twice, on the CPU with other numbers of threads, on a device
-/// as a graph. `threads` > 0 overrides the drawn numbers.
+/// as a graph; family cpu once more for fp32 outputs. `threads` > 0 overrides the drawn numbers.
 Judgement judge(const Trial& trial, const ImplementationInfo& implementation, const Device& device,
                 int threads = 0);
 
