@@ -163,7 +163,7 @@ Status check_environment(const Common& common) {
   for (const std::string& choice : choices) {
     Options options = common.options();
     options.implementation = choice;
-    const Status status = supports(smallest_problem(Operation::kChunkForward), Device{}, options);
+    Status status = supports(smallest_problem(Operation::kChunkForward), Device{}, options);
     if (status.code() == StatusCode::kInvalidArgument) return status;
   }
   return {};
