@@ -87,7 +87,7 @@ struct KFirstState {
     float out[kVector] = {};
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const float decay = token.decay[line(r)];
+      const Decay<float> decay{token.decay[line(r)], token.rest[line(r)]};
       const float k = token.k[line(r)];
       const float q = token.q[line(r)];
 #pragma unroll
@@ -191,7 +191,7 @@ struct VFirstState {
     for (int j = 0; j < kParts; ++j) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
-        const float decay = token.decay[channel(j) + i];
+        const Decay<float> decay{token.decay[channel(j) + i], token.rest[channel(j) + i]};
         const float k = token.k[channel(j) + i];
         const float q = token.q[channel(j) + i];
 #pragma unroll

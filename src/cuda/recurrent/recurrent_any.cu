@@ -28,7 +28,7 @@ __device__ void step(AnyShared<Real>& shared, const RecurrentParams& p, const Re
   Real out = 0;
   for (int k = group; k < p.heads.K; k += Shared::kGroups) {
     Real& s = shared.state[k][column];
-    s *= shared.tokens[slot].decay[k];
+    s = fma(s, shared.tokens[slot].decay[k], s * shared.tokens[slot].rest[k]);
     error += s * shared.tokens[slot].k[k];
     out += s * shared.tokens[slot].q[k];
   }

@@ -96,6 +96,7 @@ struct alignas(16) Token {
   Real q[K];
   Real k[K];
   Real decay[K];
+  Real rest[K];  ///< what decay lacks of the factor
   Real v[COLUMNS];
   Real o[COLUMNS];  ///< the result
   Real beta;
@@ -135,12 +136,25 @@ __device__ __forceinline__ void set_factors(const RecurrentParams& p, const Prod
   qk = rq * rk * lane_sum(sums.qk);
 }
 
-/// The decay factor of a channel. fp64 does not clamp: exp(-inf) = 0.
+/// The decay factor of a channel, exp(g), as the sum of two numbers. One alone errs by the same in
+/// every token of an equal gate, up to 2^-25 of the state: 5e-4 after 16384 tokens.
 template <class Real>
-__device__ __forceinline__ Real decay_of(const GateParams& params, const Gate<Real>& gate,
-                                         Real raw) {
+struct Decay {
+  Real factor;
+  Real rest = 0;
+};
+
+/// fp64 does not clamp: exp(-inf) = 0. Below exp(-0.5) few tokens share a state, and one number is
+/// enough.
+template <class Real>
+__device__ __forceinline__ Decay<Real> decay_of(const GateParams& params, const Gate<Real>& gate,
+                                                Real raw) {
   const Real value = gate_value(params, gate, raw);
-  return exp(sizeof(Real) == 4 ? clamp_gate(value) : value);
+  const Real g = sizeof(Real) == 4 ? clamp_gate(value) : value;
+  if (!(g > Real(-0.5))) return {exp(g)};
+  const Real less = expm1(g);
+  const Real factor = 1 + less;
+  return {factor, less - (factor - 1)};
 }
 
 template <class Real>
@@ -153,8 +167,9 @@ __device__ __forceinline__ Real beta_of(const RecurrentParams& p, Real x) {
 
 /// (2.1), and the element's share of St^T k.
 template <class Real>
-__device__ __forceinline__ void decay_element(Real& s, Real decay, Real k, Real& error) {
-  s *= decay;
+__device__ __forceinline__ void decay_element(Real& s, const Decay<Real>& decay, Real k,
+                                              Real& error) {
+  s = fma(s, decay.factor, s * decay.rest);
   error = fma(s, k, error);
 }
 
@@ -236,10 +251,12 @@ __device__ __forceinline__ void load_keys(Token<Real, K, COLUMNS>* tokens, const
     for (int j = 0; j < kTokenBatch; ++j) {
       const int slot = first + j * step;
       if (slot >= count) continue;
-      const Real decay = inside ? decay_of(p.gate, gate, convert<Real>(raw[j], g.dtype)) : Real(1);
+      const Decay<Real> decay =
+          inside ? decay_of(p.gate, gate, convert<Real>(raw[j], g.dtype)) : Decay<Real>{1};
       tokens[slot].q[c] = inside ? convert<Real>(q[j], p.q.dtype) : Real(0);
       tokens[slot].k[c] = inside ? convert<Real>(k[j], p.k.dtype) : Real(0);
-      tokens[slot].decay[c] = decay;
+      tokens[slot].decay[c] = decay.factor;
+      tokens[slot].rest[c] = decay.rest;
     }
   }
 }

@@ -12,7 +12,7 @@
 //
 // Shared memory, bytes (fp32 / bf16 states):
 //   stages   196608   3 / 6 states
-//   tokens    16512   8 activated tokens
+//   tokens    20608   8 activated tokens
 //   sums       8192   partial sums of K-first states, two tokens in turn
 //   items, barriers   < 900
 //
@@ -220,7 +220,9 @@ struct RawToken {
       const int place = Layout::place_of(c);
       to.q[place] = qi;
       to.k[place] = ki;
-      to.decay[place] = decay_of(p.gate, gate, convert<float>(g[i], p.gate.g.dtype));
+      const Decay<float> decay = decay_of(p.gate, gate, convert<float>(g[i], p.gate.g.dtype));
+      to.decay[place] = decay.factor;
+      to.rest[place] = decay.rest;
       to.v[c] = convert<float>(v[i], p.v.dtype);
     }
     float rq, rk, qk;
