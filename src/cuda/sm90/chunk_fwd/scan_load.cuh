@@ -163,9 +163,9 @@ __device__ __forceinline__ int wait_for_records(const uint32_t* ready, int64_t s
 /// the scores.
 template <int K, Walk kWalk>
 inline constexpr int kReadBytes =
-    kWalk == Walk::kForward   ? Record<K>::kBeta
-    : kWalk == Walk::kReverse ? Record<K>::kBytes
-                              : Record<K>::kBytes - K* kChunk * 2 - kChunk* kChunk * 2;
+    kWalk == Walk::kForward || kWalk == Walk::kReverse
+        ? Record<K>::kBytes
+        : Record<K>::kBytes - K* kChunk * 2 - kChunk* kChunk * 2;
 
 /// copy(first byte, bytes) of each part of them.
 template <int K, Walk kWalk, class Copy>
