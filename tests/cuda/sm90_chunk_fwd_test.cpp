@@ -35,7 +35,8 @@ TEST(Sm90ChunkForward, AllFamiliesAndGates) {
   }
 }
 
-// (I + L)^-1 diag(beta) as one 16-bit operand would round beta alike in every token (decision 0013).
+// (I + L)^-1 diag(beta) as one 16-bit operand would round beta alike in every token (decision
+// 0013).
 TEST(Sm90ChunkForward, OneBetaForAllTokens) {
   KDA_NEEDS_HOPPER();
   for (const DType io : {kBF16, kF16}) {

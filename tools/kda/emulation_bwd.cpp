@@ -128,8 +128,8 @@ class BackwardHead : public EmulatedHead {
     const Matrix R = rounded(exact_R, type);
     decay(D, x);
     D = sum(D, product(transposed(rounded(x.qe, type)), shifted));
-    D = difference(D, product(transposed(rounded(x.ke, type)),
-                              rounded(by_rows(exact_R, x.beta), type)));
+    D = difference(
+        D, product(transposed(rounded(x.ke, type)), rounded(by_rows(exact_R, x.beta), type)));
     g.dh = times(g.dh, m);
     g.R = times(R, m);
     g.Y = times(product(g.R, transposed(g.h)), -1);
