@@ -328,6 +328,24 @@ TEST(Emulation, AnotherLookTakesWhatRoundingMakesAndNothingElse) {
   EXPECT_FALSE(is_right(kDALog, wrong));
 }
 
+// Where every token has the same beta, rounding it errs the same way in all of them, and keys that
+// nearly point the same way add that up: decision 0013.
+TEST(Emulation, OneBetaForAllTokens) {
+  for (const DType io : {DType::kBF16, DType::kF16}) {
+    const Case c = one_beta_for_all_tokens(io);
+    const TensorMap expected = reference_of(c);
+    const TensorMap theirs = emulated_rounding(c, io);
+    for (const TensorId id : {kO, kH, kFinalState}) {
+      const HostTensor& want = expected.at(id);
+      const Difference d = error(c, hopper(io), expected, id);
+      const double limit = limit_beside(theirs, c, id, want, io);
+      fmt::print("{} {:12} {:.1e}, limit {:.1e}\n", io == DType::kBF16 ? "bf16" : "fp16",
+                 name_of(id), d.ratio, limit);
+      EXPECT_LT(d.ratio, limit) << name_of(id);
+    }
+  }
+}
+
 /// The 90th percentile of an output's error over 20 seeds.
 double high_error(CaseSpec spec, TensorId id, const Emulation& emulation) {
   std::vector<double> errors;

@@ -12,6 +12,7 @@
 #include "cuda/device_case.h"
 #include "cuda/hopper_case.h"
 #include "generate.h"
+#include "support/correlated_keys.h"
 
 namespace kda::test {
 namespace {
@@ -31,6 +32,18 @@ TEST(Sm90ChunkForward, AllFamiliesAndGates) {
         expect_right_forward(spec);
       }
     }
+  }
+}
+
+// (I + L)^-1 diag(beta) as one 16-bit operand would round beta alike in every token (decision
+// 0013).
+TEST(Sm90ChunkForward, OneBetaForAllTokens) {
+  KDA_NEEDS_HOPPER();
+  for (const DType io : {kBF16, kF16}) {
+    const Case c = cases::one_beta_for_all_tokens(io);
+    const auto outcome = run_guarded(forward_with_states(c, false), c.inputs, on_hopper());
+    ASSERT_TRUE(outcome.ok()) << outcome.status().message();
+    EXPECT_EQ(beyond_forward_limits(c, io, outcome->outputs), "");
   }
 }
 

@@ -192,7 +192,6 @@ class Gradient {
     prep.sequences = p.record_sequences;
     prep.heads = p.heads;
     prep.qk_l2norm = s_.norm;
-    prep.split_beta = true;
     const int64_t record = s_.K == 64 ? Record<64>::kBytes : Record<128>::kBytes;
     const DeviceMemory records(prep.sequences.chunk_rows * s_.HV * record);
     const DeviceMemory carry(kBlocks * grad_carry_bytes(s_.K));

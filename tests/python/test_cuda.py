@@ -86,8 +86,6 @@ def test_gradients_from_states_that_the_forward_kept():
     kept = found(x, weights, disable_recompute=True)[2]
     for name, gradient in kept.items():
         assert ratio(wanted[name], gradient.double().cpu()) < reference.BF16["d" + name], name
-    recomputed = found(x, weights)[2]
-    assert torch.equal(kept["q"], recomputed["q"]) != HOPPER
 
 
 @pytest.mark.skipif(not HOPPER, reason="not a Hopper GPU")

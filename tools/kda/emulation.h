@@ -11,7 +11,8 @@ struct Emulation {
   enum class Form {
     kWu,  ///< w, u and v' = u - w h: (4.11) to (4.14), beta ke and beta v rounded as operands;
           ///< backward by stages: (5.2) to (5.26)
-    kR,   ///< v' = T (v - ke h), T = A diag(beta): (4.16); backward (5.27) to (5.33)
+    kR,   ///< v' = r + (A - I) r, r = beta (v - ke h), the first r not rounded: (4.16); backward
+          ///< (5.27) to (5.33), R likewise
   };
   Form form = Form::kR;
   int64_t chunk = 32;

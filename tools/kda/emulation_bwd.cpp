@@ -55,7 +55,7 @@ class BackwardHead : public EmulatedHead {
       const int64_t done = begin - range_.begin;
       if (emulation_.kept > 0 && done > 0 && done % emulation_.kept == 0) state = kept;
       const Matrix h = rounded(state, emulation_.type);
-      const Matrix v_new = new_values(chunks.back(), h, true);
+      const Matrix v_new = new_values(chunks.back(), h);
       move_on(state, chunks.back(), v_new);
       if (emulation_.kept > 0) move_on(forward, chunks.back(), new_values(chunks.back(), kept));
       const Matrix none(0, 0);
@@ -122,11 +122,14 @@ class BackwardHead : public EmulatedHead {
     const Matrix shifted = times(grad_o, scale() / m);
     const Matrix kg = transposed(x.update);
     const Matrix within = product(transposed(rounded(x.P, type)), shifted);
-    const Matrix dv_new = rounded(difference(within, times(product(kg, g.dh), -1)), type);
-    const Matrix R = rounded(product(transposed(rounded(x.A, type)), dv_new), type);
+    const Matrix dv_new = sum(within, product(kg, g.dh));
+    const Matrix exact_R =
+        sum(dv_new, product(transposed(below_diagonal(x)), rounded(dv_new, type)));
+    const Matrix R = rounded(exact_R, type);
     decay(D, x);
-    D = difference(D, times(product(transposed(rounded(x.qe, type)), shifted), -1));
-    D = difference(D, product(transposed(rounded(x.ke, type)), rounded(by_rows(R, x.beta), type)));
+    D = sum(D, product(transposed(rounded(x.qe, type)), shifted));
+    D = difference(
+        D, product(transposed(rounded(x.ke, type)), rounded(by_rows(exact_R, x.beta), type)));
     g.dh = times(g.dh, m);
     g.R = times(R, m);
     g.Y = times(product(g.R, transposed(g.h)), -1);

@@ -34,6 +34,11 @@ Matrix difference(Matrix a, const Matrix& b) {
   return a;
 }
 
+Matrix sum(Matrix a, const Matrix& b) {
+  for (std::size_t i = 0; i < a.data.size(); ++i) a.data[i] += b.data[i];
+  return a;
+}
+
 Matrix times(Matrix a, double factor) {
   for (double& x : a.data) x *= factor;
   return a;
@@ -250,23 +255,21 @@ Matrix EmulatedHead::w_of(const ChunkOperands& x) const {
   return rounded(product(rounded(x.A, type), rounded(by_rows(x.ke, x.beta), type)), type);
 }
 
-Matrix EmulatedHead::new_values(const ChunkOperands& x, const Matrix& h, bool split_beta) const {
+Matrix EmulatedHead::below_diagonal(const ChunkOperands& x) const {
+  Matrix below = x.A;
+  for (int64_t i = 0; i < below.rows; ++i) below(i, i) = 0;
+  return rounded(std::move(below), emulation_.type);
+}
+
+Matrix EmulatedHead::new_values(const ChunkOperands& x, const Matrix& h) const {
   const DType type = emulation_.type;
   if (emulation_.form == Emulation::Form::kWu) {
     const Matrix u =
         rounded(product(rounded(x.A, type), rounded(by_rows(x.v, x.beta), type)), type);
     return rounded(difference(u, product(w_of(x), h)), type);
   }
-  Matrix T = x.A;
-  Matrix r = difference(x.v, product(rounded(x.ke, type), h));
-  if (split_beta) {
-    r = by_rows(r, x.beta);
-  } else {
-    for (int64_t i = 0; i < T.rows; ++i) {
-      for (int64_t j = 0; j < T.columns; ++j) T(i, j) *= x.beta[static_cast<std::size_t>(j)];
-    }
-  }
-  return rounded(product(rounded(T, type), rounded(r, type)), type);
+  const Matrix r = by_rows(difference(x.v, product(rounded(x.ke, type), h)), x.beta);
+  return rounded(sum(r, product(below_diagonal(x), rounded(r, type))), type);
 }
 
 /// (4.15).

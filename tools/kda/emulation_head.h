@@ -25,6 +25,7 @@ struct Matrix {
 
 Matrix product(const Matrix& a, const Matrix& b);
 Matrix transposed(const Matrix& a);
+Matrix sum(Matrix a, const Matrix& b);
 Matrix difference(Matrix a, const Matrix& b);
 Matrix times(Matrix a, double factor);
 /// Row i times x[i].
@@ -100,8 +101,9 @@ class EmulatedHead {
   double gate_input(int64_t token, int64_t k) const;
 
   ChunkOperands operands(int64_t begin, int64_t rows) const;
-  /// The r form: T = A diag(beta) as one operand or, as the backward's walk does, beta times r.
-  Matrix new_values(const ChunkOperands& x, const Matrix& h, bool split_beta = false) const;
+  Matrix new_values(const ChunkOperands& x, const Matrix& h) const;
+  /// A - I, rounded.
+  Matrix below_diagonal(const ChunkOperands& x) const;
   /// (4.11), rounded, and A beside it.
   Matrix w_of(const ChunkOperands& x) const;
   void move_on(Matrix& state, const ChunkOperands& x, const Matrix& v_new) const;

@@ -180,7 +180,7 @@ void sum_groups(Pipeline& run, const GradParams& grad) {
 void chunk_bwd(Pipeline& run) {
   const Problem& problem = run.problem();
   const Sizes& s = problem.sizes;
-  const PrepParams prep = prepare_records(run, true);
+  const PrepParams prep = prepare_records(run);
   GradParams grad;
   grad.sequences = run.sequences_in_chunks(kGradTokens);
   walk(run, prep, grad);

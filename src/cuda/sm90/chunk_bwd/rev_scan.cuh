@@ -11,7 +11,8 @@
 // in fp32 accumulators. Per chunk, in the record's letters, do already times 2^e:
 //   dh^T = D^T packed to 16 bits                   of the state that leaves the chunk
 //   dv^T = dh^T kg^T + do^T P                      kg summed along its columns, P along its rows
-//   R^T = dv^T (I + L)^-1                          stored under the next chunk's products
+//   R^T = dv^T + dv^T A1                           A1 = (I + L)^-1 - I; the first dv in fp32;
+//                                                  stored under the next chunk's products
 //   D^T = 2^G_end . D^T + do^T qe - (beta R)^T ke
 #pragma once
 
@@ -80,7 +81,7 @@ struct ReverseConsumer : ForwardConsumer<IoType, HeadSize, Walk::kReverse> {
     const PanelTile<2 * kChunk> ke{address + Record<K>::kRead};
     const PanelTile<2 * kChunk> qe{address + Record<K>::kRead + kChunk * kPanelRowBytes};
     const PanelTile<kChunk> kg{address + Record<K>::kUpdate};
-    const SquareTile A{address + Record<K>::kSolve};
+    const SquareTile A1{address + Record<K>::kSolve};
     const SquareTile P{address + Record<K>::kScores};
 
     if constexpr (kHasUnit) fit(state, grad_o, unit, c);
@@ -96,10 +97,9 @@ struct ReverseConsumer : ForwardConsumer<IoType, HeadSize, Walk::kReverse> {
     uint32_t dv[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) dv[i] = pack<Io>(X[2 * i], X[2 * i + 1]);
-    float Y[16];
     wgmma_fence();
-    wgmma_rs<Io, Major::kOuter>(Y, dv, A.rows(0), false);
-    wgmma_rs<Io, Major::kOuter>(Y, dv + 4, A.rows(1), true);
+    wgmma_rs<Io, Major::kOuter>(X, dv, A1.rows(0), true);
+    wgmma_rs<Io, Major::kOuter>(X, dv + 4, A1.rows(1), true);
     wgmma_commit();
     wgmma_rs<Io, Major::kOuter>(state, grad_o, qe.rows(0), true);
     wgmma_rs<Io, Major::kOuter>(state, grad_o + 4, qe.rows(1), true);
@@ -113,8 +113,8 @@ struct ReverseConsumer : ForwardConsumer<IoType, HeadSize, Walk::kReverse> {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float2 beta = this->beta_of(record, i);
-      R[i] = pack<Io>(Y[2 * i], Y[2 * i + 1]);
-      y[i] = pack<Io>(beta.x * Y[2 * i], beta.y * Y[2 * i + 1]);
+      R[i] = pack<Io>(X[2 * i], X[2 * i + 1]);
+      y[i] = pack<Io>(beta.x * X[2 * i], beta.y * X[2 * i + 1]);
     }
     wgmma_fence();
     wgmma_rs<Io, Major::kOuter, -1>(state, y, ke.rows(0), true);

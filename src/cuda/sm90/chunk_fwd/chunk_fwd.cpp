@@ -125,7 +125,7 @@ Status launch_compose(const ComposeParams& compose, bool, cudaStream_t stream) {
                 kernel.kernel, p, stream);
 }
 
-PrepParams prep_params(Pipeline& run, bool split_beta) {
+PrepParams prep_params(Pipeline& run) {
   const Problem& problem = run.problem();
   PrepParams prep;
   prep.q = run[kQ];
@@ -140,12 +140,11 @@ PrepParams prep_params(Pipeline& run, bool split_beta) {
   prep.beta_factor = problem.allow_neg_eigval ? 2 : 1;
   prep.qk_l2norm = problem.qk_l2norm;
   prep.beta_sigmoid = problem.beta_sigmoid;
-  prep.split_beta = split_beta;
   return prep;
 }
 
-PrepParams prepare_records(Pipeline& run, bool split_beta) {
-  PrepParams prep = prep_params(run, split_beta);
+PrepParams prepare_records(Pipeline& run) {
+  PrepParams prep = prep_params(run);
   prep.blocks = walking_blocks(run.problem(), prep);
   run(launch_prep, prep);
   return prep;
@@ -197,7 +196,8 @@ void find_starts(Pipeline& run, ScanParams& scan, int32_t segment,
 
 void forward_in_segments(Pipeline& run, int32_t segment) {
   const Problem& problem = run.problem();
-  PrepParams prep = prep_params(run, false);
+  PrepParams prep = prep_params(run);
+  prep.contain = true;
   auto* const ready = static_cast<uint32_t*>(
       run.bytes(prep.sequences.chunk_rows * prep.heads.HV + kPrepCounters, sizeof(uint32_t)));
   const int32_t sms = sm_count();

@@ -32,7 +32,7 @@ struct PrepParams {
   float beta_factor = 1;
   bool qk_l2norm = false;
   bool beta_sigmoid = false;
-  bool split_beta = false;  ///< `solve` without diag(beta), and beta beside it
+  bool contain = false;  ///< tokens must not see what is not finite behind them (solve.cuh)
 };
 
 /// Flags and counters before prep.
@@ -46,8 +46,8 @@ enum class Walk {
   kForward,  ///< v -> o, h, final_state
   kSummary,  ///< of a segment: v -> the state that it leaves, and the matrix by which it changes
              ///< one
-  kRescan,   ///< v -> v_new, h, or v_new alone from a kept h; records with split beta
-  kReverse   ///< from the last chunk: do -> R / m, dh / m, dinitial_state; records with split beta
+  kRescan,   ///< v -> v_new, h, or v_new alone from a kept h
+  kReverse   ///< from the last chunk: do -> R / m, dh / m, dinitial_state
 };
 
 struct ScanParams {
@@ -88,9 +88,9 @@ Status launch_prep(const PrepParams& params, bool fp64, cudaStream_t stream);
 Status launch_compose(const ComposeParams& compose, bool fp64, cudaStream_t stream);
 
 /// Prep on the inputs of a forward or backward, into records of the workspace.
-PrepParams prep_params(Pipeline& run, bool split_beta);
+PrepParams prep_params(Pipeline& run);
 /// The same, launched.
-PrepParams prepare_records(Pipeline& run, bool split_beta);
+PrepParams prepare_records(Pipeline& run);
 
 /// The whole forward, its sequences cut into segments of so many tokens (a multiple of 64); 0: not
 /// cut.

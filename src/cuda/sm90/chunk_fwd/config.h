@@ -15,10 +15,10 @@ inline constexpr int kChunk = 32;
 ///
 ///   read    K / 64 panels of 64 rows x 128 bytes: 32 rows k 2^G, then 32 rows q 2^G
 ///   update  K / 64 panels of 32 rows x 128 bytes: k 2^(G_end - G)
-///   solve   32 rows x 64 bytes: (I + L)^-1 diag(beta)
+///   solve   32 rows x 64 bytes: (I + L)^-1 - I; its diagonal is not rounded (docs/decisions/0013)
 ///   scores  32 rows x 64 bytes: tril(q k^T 2^(G_i - G_j)), not scaled
 ///   decay   K fp32: 2^G_end
-///   beta    32 fp32: activated beta, for the backward only; its `solve` is (I + L)^-1 alone
+///   beta    32 fp32: activated beta
 template <int K>
 struct Record {
   static constexpr int kRead = 0;

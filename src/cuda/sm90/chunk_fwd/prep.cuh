@@ -224,7 +224,7 @@ struct PrepBlock {
       if (more) load(item(turn + 1));
       if (item(turn + 2).rows > 0) bias = bias_of_column(item(turn + 2));
       if (turn % Traits::kWarps == static_cast<uint32_t>(warp())) {
-        write_solve(shared, shared.beta[turn % 2], record_of(item(turn)), p.split_beta);
+        write_solve(shared, shared.beta[turn % 2], record_of(item(turn)), p.contain);
         if (kBeside) publish(item(turn));
       }
       if (!more) return;

@@ -7,19 +7,18 @@
 // Warps: `groups` consumer warpgroups of 64 columns each, one warp that loads, and one a warpgroup
 // that stores (kSummary: none): with few heads time is that of a consumer's instructions. A
 // consumer keeps S^T [64 v x K k] in fp32 accumulators. Per chunk of 32 tokens, in the record's
-// letters (config.h), where ke = k 2^G, qe = q 2^G, kg = k 2^(G_end - G), T = (I + L)^-1
-// diag(beta), P = scores:
+// letters (config.h), where ke = k 2^G, qe = q 2^G, kg = k 2^(G_end - G), A1 = (I + L)^-1 - I,
+// P = scores:
 //   h^T = S^T packed to 16 bits                    the A operand of both reads, and the checkpoint
 //   Z^T = h^T ke^T, O^T = h^T qe^T                 wgmma m64n32, A from registers
-//   r^T = v^T - Z^T, v_new^T = r^T T^T             (4.16)
+//   r^T = beta (v^T - Z^T), v_new^T = r^T + r^T A1^T   (4.16), the first r in fp32
 //   O^T += v_new^T P^T, o = scale O                (4.17), leaves under the next product
 //   S^T = 2^G_end . S^T + v_new^T kg               (4.15)
-// The re-scan of the backward leaves v_new in place of o: v_new^T = (beta r)^T (I + L)^-T, and
-// neither O nor P takes part. The summary of a segment leaves S alone, started from 0, and in K
-// more columns, with v = 0 and started from the identity, the matrix by which the segment changes
-// any state; from these `compose` makes the start of each segment, which kForward then walks. Every
-// A operand comes from accumulators of the step before: nothing of the recurrence passes through
-// shared memory.
+// The re-scan of the backward leaves v_new in place of o, and neither O nor P takes part. The
+// summary of a segment leaves S alone, started from 0, and in K more columns, with v = 0 and
+// started from the identity, the matrix by which the segment changes any state; from these
+// `compose` makes the start of each segment, which kForward then walks. Every A operand comes from
+// accumulators of the step before: nothing of the recurrence passes through shared memory.
 //
 // Shared memory, bytes, K = 128, two warpgroups:
 //   4 stages of: record 29696, v 2 x 4096          151552

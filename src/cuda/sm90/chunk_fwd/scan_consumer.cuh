@@ -40,7 +40,6 @@ struct ForwardConsumer {
   static constexpr Walk kWalk = kOwnWalk;
   static constexpr bool kHasO = kWalk == Walk::kForward;
   static constexpr bool kStores = kHasStoringWarps<kWalk>;
-  static constexpr bool kSplitBeta = kWalk == Walk::kRescan || kWalk == Walk::kReverse;
   static constexpr int kState = K / 2;  ///< accumulator registers of S^T
 
   const ScanParams& p;
@@ -259,7 +258,7 @@ struct ForwardConsumer {
     }
   }
 
-  /// Split beta of the columns of pair i of packed accumulators [64 x 32].
+  /// beta of the columns of pair i of packed accumulators [64 x 32].
   __device__ __forceinline__ float2 beta_of(const unsigned char* record, int i) const {
     return *reinterpret_cast<const float2*>(record + Record<K>::kBeta +
                                             (i / 2 * 8 + at.column) * 4);
@@ -321,7 +320,7 @@ struct ForwardConsumer {
     [[maybe_unused]] const PanelTile<2 * kChunk> qe{address + Record<K>::kRead +
                                                     kChunk * kPanelRowBytes};
     const PanelTile<kChunk> kg{address + Record<K>::kUpdate};
-    const SquareTile T{address + Record<K>::kSolve};
+    const SquareTile A1{address + Record<K>::kSolve};
     [[maybe_unused]] const SquareTile P{address + Record<K>::kScores};
 
     uint32_t h[kState / 2];
@@ -336,7 +335,7 @@ struct ForwardConsumer {
       }
       wgmma_commit();
     }
-    // v that is not finite must not meet the zeros above the diagonals of T and P.
+    // v that is not finite must not meet the zeros above the diagonals of A - I and P.
     const bool spoilt = kHasO && !kPlain && any_not_finite<Io>(v);
     if (spoilt) clear_not_finite<Io>(v);
     older_products_are_over<kHasO ? 2 : 1>();
@@ -345,17 +344,14 @@ struct ForwardConsumer {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float2 value = unpack<Io>(v[i]);
-      float2 rest{value.x - Z[2 * i], value.y - Z[2 * i + 1]};
-      if constexpr (kSplitBeta) {
-        const float2 beta = beta_of(record, i);
-        rest = {beta.x * rest.x, beta.y * rest.y};
-      }
-      v[i] = pack<Io>(rest.x, rest.y);  // r
+      const float2 beta = beta_of(record, i);
+      Z[2 * i] = beta.x * (value.x - Z[2 * i]);  // r
+      Z[2 * i + 1] = beta.y * (value.y - Z[2 * i + 1]);
+      v[i] = pack<Io>(Z[2 * i], Z[2 * i + 1]);
     }
-    float V[16];
     wgmma_fence();
-    wgmma_rs<Io, Major::kSummed>(V, v, T.columns(0), false);
-    wgmma_rs<Io, Major::kSummed>(V, v + 4, T.columns(1), true);
+    wgmma_rs<Io, Major::kSummed>(Z, v, A1.columns(0), true);
+    wgmma_rs<Io, Major::kSummed>(Z, v + 4, A1.columns(1), true);
     wgmma_commit();
     const bool goes_on = kPlain || c + 1 < work.chunks;
     // Asked under the product, for an answer takes as long.
@@ -366,7 +362,7 @@ struct ForwardConsumer {
     if constexpr (kHasO) store_h(h, c, before);
     uint32_t v_new[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) v_new[i] = pack<Io>(V[2 * i], V[2 * i + 1]);
+    for (int i = 0; i < 8; ++i) v_new[i] = pack<Io>(Z[2 * i], Z[2 * i + 1]);
     wgmma_fence();
     if constexpr (kHasO) {
       wgmma_rs<Io, Major::kSummed>(O, v_new, P.columns(0), true);

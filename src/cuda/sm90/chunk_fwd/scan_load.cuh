@@ -162,10 +162,9 @@ __device__ __forceinline__ int wait_for_records(const uint32_t* ready, int64_t s
 /// Bytes of a record that a walk reads. The re-scan and the summary need neither q 2^G nor
 /// the scores.
 template <int K, Walk kWalk>
-inline constexpr int kReadBytes =
-    kWalk == Walk::kForward   ? Record<K>::kBeta
-    : kWalk == Walk::kReverse ? Record<K>::kBytes
-                              : Record<K>::kBytes - K* kChunk * 2 - kChunk* kChunk * 2;
+inline constexpr int kReadBytes = kWalk == Walk::kForward || kWalk == Walk::kReverse
+                                      ? Record<K>::kBytes
+                                      : Record<K>::kBytes - K* kChunk * 2 - kChunk* kChunk * 2;
 
 /// copy(first byte, bytes) of each part of them.
 template <int K, Walk kWalk, class Copy>

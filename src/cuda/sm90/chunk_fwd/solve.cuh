@@ -1,4 +1,4 @@
-// The solve of prep: one warp turns N = -L into (I + L)^-1 in the record.
+// The solve of prep: one warp turns N = -L into (I + L)^-1 - I in the record.
 #pragma once
 
 #include "cuda/sm90/chunk_fwd/scores.cuh"
@@ -115,21 +115,19 @@ __device__ __forceinline__ void multiply_blocks(float (&d)[2][4], A a, B b) {
   }
 }
 
-/// (I + L)^-1, with diag(beta) unless that is split: the block below the diagonal is T22 N21 T11.
+/// (I + L)^-1 - I, whose block below the diagonal is A22 N21 A11, and beta. The diagonal would be
+/// exact in 16 bits, too; scan adds it in fp32, to what the product rounds.
 template <class Io, int K>
 __device__ __forceinline__ void write_solve(PrepShared<Io, K>& shared, float* beta, uint64_t record,
-                                            bool split_beta) {
+                                            bool contains) {
   auto& N = shared.N;
   const float nothing = add_block_below(invert_blocks(N), N);
-  // The backward has no tokens that must not see others.
-  if (!split_beta && __any_sync(~0u, nothing != 0)) contain(shared, beta, record);
+  if (contains && __any_sync(~0u, nothing != 0)) contain(shared, beta, record);
   const int lane = this_thread() % 32;
   const int g = lane / 4;
   const int c = 2 * (lane % 4);
-  if (split_beta) {
-    store_global(record + static_cast<uint32_t>(Record<K>::kBeta + 4 * lane),
-                 Words<1>{__float_as_uint(beta[lane])});
-  }
+  store_global(record + static_cast<uint32_t>(Record<K>::kBeta + 4 * lane),
+               Words<1>{__float_as_uint(beta[lane])});
   float z[2][4] = {};
   multiply_blocks<Io>(
       z, [&](int step, int half) { return pair_at(N[16 + 8 * half + g], 16 + 8 * step + c); },
@@ -149,12 +147,13 @@ __device__ __forceinline__ void write_solve(PrepShared<Io, K>& shared, float* be
 #pragma unroll
   for (int j = 0; j < 4; ++j) {  // fragments of 8 rows x 8 columns
     const int column = 8 * j + c;
-    const float2 factor = split_beta ? float2{1, 1} : pair_at(beta, column);
 #pragma unroll
     for (int i = j / 2 * 2; i < 4; ++i) {
-      const float2 y = i / 2 == j / 2 ? pair_at(N[8 * i + g], column)
-                                      : float2{x[j][i % 2 * 2], x[j][i % 2 * 2 + 1]};
-      store_global(fragments.at(i, j), Words<1>{pack<Io>(y.x * factor.x, y.y * factor.y)});
+      float2 y = i / 2 == j / 2 ? pair_at(N[8 * i + g], column)
+                                : float2{x[j][i % 2 * 2], x[j][i % 2 * 2 + 1]};
+      if (i == j && g == c) y.x = 0;
+      if (i == j && g == c + 1) y.y = 0;
+      store_global(fragments.at(i, j), Words<1>{pack<Io>(y.x, y.y)});
     }
   }
 }
