@@ -1,5 +1,6 @@
 #include "cuda/executor.h"
 
+#include <algorithm>
 #include <cmath>
 #include <iterator>
 #include <utility>
@@ -20,6 +21,18 @@ constexpr std::size_t kAlignment = 256;
 /// Takes back an error of a call of ours, never one that the caller has yet to read.
 void forget(cudaError_t error) {
   if (error != cudaSuccess) cudaGetLastError();
+}
+
+/// No output has an element: without a token there are none but states and the parameters'
+/// gradients.
+bool writes_nothing(const Problem& problem) {
+  const auto specs = tensors_of(problem.operation);
+  return std::none_of(specs.begin(), specs.end(), [&](const TensorSpec& spec) {
+    if (spec.role != Role::kOutput || !problem.has(spec.id)) return false;
+    const TensorLayout& layout = problem[spec.id];
+    return std::find(layout.shape.begin(), layout.shape.begin() + layout.rank, 0) ==
+           layout.shape.begin() + layout.rank;
+  });
 }
 
 Status check_address(std::string_view name, const void* address, const Device& device) {
@@ -74,6 +87,7 @@ Status CudaExecutor::run(const Args& args, void* stream) const {
       return status;
     }
   }
+  if (writes_nothing(problem())) return {};
   return enqueue(args, static_cast<cudaStream_t>(stream));
 }
 

@@ -105,5 +105,11 @@ class SupportAndDoctor(ProgramTest):
         self.assertEqual(report["devices"][0]["self_test"], "passed")
         self.assertRegex(kda("doctor", "--device", "cpu").stdout, r"(?m)^self-test +passed")
 
+    def test_doctor_tells_what_is_set(self):
+        variables = {"KDA_IMPL": "cpu,reference", "KDA_WORKSPACE_LIMIT": "1000000000",
+                     "KDA_LOG": "exec"}
+        report = self.lines(kda("doctor", "--device", "cpu", "--json", variables=variables))[0]
+        self.assertEqual({name: report["environment"].get(name) for name in variables}, variables)
+
     def test_doctor_of_a_missing_device_is_exit_3(self):
         self.check(kda("doctor", "--device", "cuda:4096"), 3)

@@ -123,5 +123,45 @@ TEST_P(CudaReports, MEM_03_LongContextsNeedAFewTimesTheirInputs) {
   }
 }
 
+/// All tensors that have no element without a token, of 2^40 heads or batches without one.
+Problem without_tokens(Operation operation, bool many_heads) {
+  constexpr int64_t kMany = int64_t{1} << 40;
+  const int64_t heads = many_heads ? kMany : 1;
+  Problem problem = Problem::make(
+      operation, {.B = many_heads ? 1 : kMany, .T = 0, .H = heads, .HV = heads, .K = 64, .V = 64},
+      DType::kF32);
+  for (const TensorSpec& spec : tensors_of(operation)) {
+    const bool rows = spec.shape.starts_with("[B,T,") || spec.shape.starts_with("[NC,");
+    if (rows) problem.set(spec.id, DType::kF32);
+  }
+  return problem;
+}
+
+// However many heads and sequences there are: kernels that walk over them would not end.
+TEST(CudaHost, WithoutTokensOnlyStatesAndParametersAreWork) {
+  KDA_NEEDS_GPU();
+  const Device device{DeviceType::kCuda, 0};
+  for (std::size_t number = 0; number < kOperationCount; ++number) {
+    const auto operation = static_cast<Operation>(number);
+    for (const bool many_heads : {true, false}) {
+      const Problem problem = without_tokens(operation, many_heads);
+      const Launches launches =
+          launches_of(make_plan(problem, device, choosing("cuda")).value(), {});
+      EXPECT_TRUE(launches.kernels.empty() && launches.memsets == 0) << name_of(operation);
+    }
+  }
+  // The parameters' gradients are zero, which one kernel writes.
+  Problem problem = without_tokens(Operation::kChunkBackward, false);
+  problem.gate = Gate::kSoftplus;
+  for (const TensorId id : {kALog, kDtBias, kDALog, kDdtBias}) problem.set(id, DType::kF32);
+  void* memory = nullptr;
+  require(cudaMalloc(&memory, 4 * 64 * sizeof(float)));
+  Args args;
+  args.in(kALog, memory).in(kDtBias, memory).out(kDALog, memory).out(kDdtBias, memory);
+  const Launches launches = launches_of(make_plan(problem, device, choosing("cuda")).value(), args);
+  EXPECT_EQ(launches.kernels.size(), 1U);
+  require(cudaFree(memory));
+}
+
 }  // namespace
 }  // namespace kda::test

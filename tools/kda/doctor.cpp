@@ -38,8 +38,8 @@ std::string system_name() {
 /// The settings that change what is chosen or how fast it is.
 json environment() {
   json set = json::object();
-  for (const char* name :
-       {"KDA_IMPL", "KDA_LOG", "OMP_NUM_THREADS", "OMP_PROC_BIND", "CUDA_VISIBLE_DEVICES"}) {
+  for (const char* name : {"KDA_IMPL", "KDA_WORKSPACE_LIMIT", "KDA_LOG", "OMP_NUM_THREADS",
+                           "OMP_PROC_BIND", "CUDA_VISIBLE_DEVICES"}) {
     if (const char* value = std::getenv(name)) set[name] = value;
   }
   return set;
