@@ -92,7 +92,7 @@ struct KFirstState {
       const float q = token.q[line(r)];
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
-        decay_element(s[r].x[i], decay, k, error[i]);
+        decay_element<State>(s[r].x[i], decay, k, error[i]);
         out[i] = fma(s[r].x[i], q, out[i]);
       }
     }
@@ -196,7 +196,7 @@ struct VFirstState {
         const float q = token.q[channel(j) + i];
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
-          decay_element(s[r][j].x[i], decay, k, error[r]);
+          decay_element<State>(s[r][j].x[i], decay, k, error[r]);
           out[r] = fma(s[r][j].x[i], q, out[r]);
         }
       }
@@ -289,7 +289,7 @@ __device__ __forceinline__ void advance(Layout& state, RecurrentShared<Layout, S
     // One block of tokens stays for all columns.
     if (column == 0 || length > p.token_block) {
       if (first > 0 || column > 0) __syncthreads();  // nobody reads the last tokens
-      load_block(shared.tokens, p, tile, first, count);
+      load_block<State>(shared.tokens, p, tile, first, count);
     }
     // Only now: the loads of the tokens flew beside the copy of the state.
     if (first == 0) receive(state, shared.state[stage], p, v0);

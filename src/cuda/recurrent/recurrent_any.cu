@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kAnyThreads)
     for (int64_t first = 0; first < length; first += kTokenBlock) {
       const int count = token_count(length, first, kTokenBlock);
       __syncthreads();
-      load_block(shared.tokens, p, tile, first, count);
+      load_block<Real>(shared.tokens, p, tile, first, count);
       for (int slot = 0; slot < count; ++slot) step(shared, p, tile, first + slot, slot);
     }
     if (p.final_state.data && inside) {

@@ -102,7 +102,7 @@ struct KFirst {
       const Decay<float> decay{token.decay[place(r)], token.rest[place(r)]};
       const float k = token.k[place(r)];
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) decay_element(s[r][i], decay, k, error[i]);
+      for (int i = 0; i < kColumns; ++i) decay_element<State>(s[r][i], decay, k, error[i]);
     }
     sum_halves<8>(error, 8, upper8());
     sum_halves<4>(error, 16, upper16());
@@ -227,7 +227,7 @@ struct VFirst {
       const Decay<float> decay{token.decay[place(i)], token.rest[place(i)]};
       const float k = token.k[place(i)];
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) decay_element(s[r][i], decay, k, error[r]);
+      for (int r = 0; r < kRows; ++r) decay_element<State>(s[r][i], decay, k, error[r]);
     }
     sum_row(error);
     float out[kRows] = {};  // while the sums of the errors travel
