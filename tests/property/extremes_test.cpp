@@ -160,5 +160,26 @@ TEST_P(Extremes, LongMemory) {
   expect_right(c);
 }
 
+/// The same of chunks, whose whole decays are alike too. Nothing is written where beta is 0, so the
+/// rounding of what tokens write does not cover that of the decays.
+TEST_P(Extremes, LongMemoryInChunks) {
+  // The limits of Hopper rows are far above this, and their widths slow down the recurrence.
+  CaseSpec spec = small_spec(is_hopper() ? 8192 : 131072);
+  spec.sizes.K = spec.sizes.V = 8;
+  Case c = make(spec);
+  set_input(c, kBeta, [](int64_t) { return 0.0; });
+  for (const double g : {-1e-6, -1e-5, -1e-4}) {
+    set_input(c, kG, [&](int64_t) { return g; });
+    const TensorMap expected = cases::reference_outputs(c).value();
+    attempt([&] {
+      const TensorMap results = results_of(c);
+      for (const TensorId id : {kFinalState, kDinitialState}) {
+        EXPECT_LE(cases::compare(c, id, results.at(id), expected.at(id)).ratio, limit(1e-5, id))
+            << name_of(id) << " at a gate of " << g;
+      }
+    });
+  }
+}
+
 }  // namespace
 }  // namespace kda::test
