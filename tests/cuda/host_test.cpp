@@ -128,7 +128,7 @@ Problem without_tokens(Operation operation, bool many_heads) {
   constexpr int64_t kMany = int64_t{1} << 40;
   const int64_t heads = many_heads ? kMany : 1;
   Problem problem = Problem::make(
-      operation, {.B = many_heads ? 1 : kMany, .T = 0, .H = heads, .HV = heads, .K = 64, .V = 64},
+      operation, {.B = many_heads ? 1 : kMany, .T = 0, .H = heads, .HV = heads, .K = 4, .V = 4},
       DType::kF32);
   for (const TensorSpec& spec : tensors_of(operation)) {
     const bool rows = spec.shape.starts_with("[B,T,") || spec.shape.starts_with("[NC,");

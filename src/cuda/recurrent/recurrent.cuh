@@ -87,12 +87,12 @@ struct KFirstState {
     float out[kVector] = {};
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const float decay = token.decay[line(r)];
+      const Decay<float> decay{token.decay[line(r)], token.rest[line(r)]};
       const float k = token.k[line(r)];
       const float q = token.q[line(r)];
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
-        decay_element(s[r].x[i], decay, k, error[i]);
+        decay_element<State>(s[r].x[i], decay, k, error[i]);
         out[i] = fma(s[r].x[i], q, out[i]);
       }
     }
@@ -191,12 +191,12 @@ struct VFirstState {
     for (int j = 0; j < kParts; ++j) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
-        const float decay = token.decay[channel(j) + i];
+        const Decay<float> decay{token.decay[channel(j) + i], token.rest[channel(j) + i]};
         const float k = token.k[channel(j) + i];
         const float q = token.q[channel(j) + i];
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
-          decay_element(s[r][j].x[i], decay, k, error[r]);
+          decay_element<State>(s[r][j].x[i], decay, k, error[r]);
           out[r] = fma(s[r][j].x[i], q, out[r]);
         }
       }
@@ -289,7 +289,7 @@ __device__ __forceinline__ void advance(Layout& state, RecurrentShared<Layout, S
     // One block of tokens stays for all columns.
     if (column == 0 || length > p.token_block) {
       if (first > 0 || column > 0) __syncthreads();  // nobody reads the last tokens
-      load_block(shared.tokens, p, tile, first, count);
+      load_block<State>(shared.tokens, p, tile, first, count);
     }
     // Only now: the loads of the tokens flew beside the copy of the state.
     if (first == 0) receive(state, shared.state[stage], p, v0);

@@ -28,7 +28,7 @@ __device__ void step(AnyShared<Real>& shared, const RecurrentParams& p, const Re
   Real out = 0;
   for (int k = group; k < p.heads.K; k += Shared::kGroups) {
     Real& s = shared.state[k][column];
-    s *= shared.tokens[slot].decay[k];
+    s = fma(s, shared.tokens[slot].decay[k], s * shared.tokens[slot].rest[k]);
     error += s * shared.tokens[slot].k[k];
     out += s * shared.tokens[slot].q[k];
   }
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kAnyThreads)
     for (int64_t first = 0; first < length; first += kTokenBlock) {
       const int count = token_count(length, first, kTokenBlock);
       __syncthreads();
-      load_block(shared.tokens, p, tile, first, count);
+      load_block<Real>(shared.tokens, p, tile, first, count);
       for (int slot = 0; slot < count; ++slot) step(shared, p, tile, first + slot, slot);
     }
     if (p.final_state.data && inside) {

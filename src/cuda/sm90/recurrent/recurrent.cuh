@@ -12,7 +12,7 @@
 //
 // Shared memory, bytes (fp32 / bf16 states):
 //   stages   196608   3 / 6 states
-//   tokens    16512   8 activated tokens
+//   tokens    20608   8 activated tokens
 //   sums       8192   partial sums of K-first states, two tokens in turn
 //   items, barriers   < 900
 //
@@ -203,7 +203,7 @@ struct RawToken {
     }
   }
 
-  template <class Layout>
+  template <class Layout, class State>
   __device__ __forceinline__ void activate(const Params& p, TokenSlot& to) const {
     Gate<float> gate;
     if (p.gate.A_log.data) {
@@ -220,7 +220,10 @@ struct RawToken {
       const int place = Layout::place_of(c);
       to.q[place] = qi;
       to.k[place] = ki;
-      to.decay[place] = decay_of(p.gate, gate, convert<float>(g[i], p.gate.g.dtype));
+      const Decay<float> decay =
+          decay_of<State>(p.gate, gate, convert<float>(g[i], p.gate.g.dtype));
+      to.decay[place] = decay.factor;
+      if (kTwoFactors<State>) to.rest[place] = decay.rest;
       to.v[c] = convert<float>(v[i], p.v.dtype);
     }
     float rq, rk, qk;
@@ -249,7 +252,7 @@ __device__ __forceinline__ void activate_tokens(Shared<State>& shared, const Par
       RawToken raw;
       raw.load(p, item, t);
       wait_for(&shared.free[slot.stage], slot.parity ^ 1);
-      raw.activate<Layout>(p, shared.tokens[slot.stage]);
+      raw.activate<Layout, State>(p, shared.tokens[slot.stage]);
       arrive(shared.ready[slot.stage]);
     }
     t -= item.count;

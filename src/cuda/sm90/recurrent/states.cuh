@@ -9,11 +9,12 @@
 
 namespace kda::cuda::sm90 {
 
-/// q, k and decay of channel c lie at Layout::place_of(c).
+/// q, k, decay and rest of channel c lie at Layout::place_of(c).
 struct TokenSlot {
   float q[kDim];
   float k[kDim];
   float decay[kDim];
+  float rest[kDim];
   float v[kDim];
   float beta, rq, rk, qk;
 };
@@ -98,10 +99,10 @@ struct KFirst {
     float error[kColumns] = {};
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const float decay = token.decay[place(r)];
+      const Decay<float> decay{token.decay[place(r)], token.rest[place(r)]};
       const float k = token.k[place(r)];
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) decay_element(s[r][i], decay, k, error[i]);
+      for (int i = 0; i < kColumns; ++i) decay_element<State>(s[r][i], decay, k, error[i]);
     }
     sum_halves<8>(error, 8, upper8());
     sum_halves<4>(error, 16, upper16());
@@ -223,10 +224,10 @@ struct VFirst {
     float error[kRows] = {};
 #pragma unroll
     for (int i = 0; i < kChannels; ++i) {
-      const float decay = token.decay[place(i)];
+      const Decay<float> decay{token.decay[place(i)], token.rest[place(i)]};
       const float k = token.k[place(i)];
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) decay_element(s[r][i], decay, k, error[r]);
+      for (int r = 0; r < kRows; ++r) decay_element<State>(s[r][i], decay, k, error[r]);
     }
     sum_row(error);
     float out[kRows] = {};  // while the sums of the errors travel
