@@ -1,6 +1,7 @@
 // What calls cost beside their kernels, as far as it does not depend on the machine: launches, what
 // a new length needs, memory. The host time itself is measured by `kda bench --suite host`.
 #include <algorithm>
+#include <cstddef>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -154,10 +155,12 @@ TEST(CudaHost, WithoutTokensOnlyStatesAndParametersAreWork) {
   Problem problem = without_tokens(Operation::kChunkBackward, false);
   problem.gate = Gate::kSoftplus;
   for (const TensorId id : {kALog, kDtBias, kDALog, kDdtBias}) problem.set(id, DType::kF32);
+  constexpr std::size_t kEach = 256;
   void* memory = nullptr;
-  require(cudaMalloc(&memory, 4 * 64 * sizeof(float)));
+  require(cudaMalloc(&memory, 4 * kEach));
+  const auto part = [&](std::size_t i) { return static_cast<std::byte*>(memory) + i * kEach; };
   Args args;
-  args.in(kALog, memory).in(kDtBias, memory).out(kDALog, memory).out(kDdtBias, memory);
+  args.in(kALog, part(0)).in(kDtBias, part(1)).out(kDALog, part(2)).out(kDdtBias, part(3));
   const Launches launches = launches_of(make_plan(problem, device, choosing("cuda")).value(), args);
   EXPECT_EQ(launches.kernels.size(), 1U);
   require(cudaFree(memory));

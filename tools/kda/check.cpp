@@ -96,6 +96,12 @@ TensorMap score_errors_of(const Case& c) {
   return model_of(c, model);
 }
 
+TensorMap gamma_errors_of(const Case& c) {
+  Emulation model{Emulation::Form::kWu, c.forward.chunk_size, DType::kF64};
+  model.fp32_gamma = true;
+  return model_of(c, model);
+}
+
 double limit_beside(const TensorMap& emulated, const Case& c, TensorId id, const HostTensor& want,
                     DType io) {
   // Checkpoints are states.

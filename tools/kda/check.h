@@ -30,6 +30,9 @@ TensorMap rounding_of(const Case& c, DType io);
 /// What is left of it in fp32 where keys repeat and beta is near 2: every element of L has a random
 /// error of the size that a sum of K products in one chain has, and nothing else is rounded.
 TensorMap score_errors_of(const Case& c);
+/// The same of deep gates, where gamma is rounded to fp32 and nothing else is: 2^-13 of a decay
+/// where all tokens of a chunk of 64 are clamped.
+TensorMap gamma_errors_of(const Case& c);
 
 /// The largest ratio of an output that counts as right: the row of `io` in 7.3 or, where `emulated`
 /// has the output, kRoundingFactor times its error if that is more.

@@ -26,6 +26,7 @@ struct Emulation {
   bool tf32_scores = false;  ///< operands of L and P are tf32, whatever `scores` says
   int64_t kept = 0;  ///< backward, kR: tokens, a multiple of chunk. h is the forward's, from which
                      ///< the walk for v_new starts again so often
+  bool fp32_gamma = false;  ///< the sums of (4.1) are rounded to fp32, in log2 units
   double score_error = 0;  ///< relative, standard deviation: of each element of L, at random
 };
 

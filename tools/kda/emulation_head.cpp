@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <numbers>
 #include <utility>
 
 #include "random.h"
@@ -180,6 +181,9 @@ Matrix EmulatedHead::cumulative(int64_t begin, int64_t rows) const {
     for (int64_t k = 0; k < s_.K; ++k) {
       G(i, k) = std::max(gate(begin + i, k), -40.0) + (i > 0 ? G(i - 1, k) : 0.0);
     }
+  }
+  if (emulation_.fp32_gamma) {
+    for (double& x : G.data) x = std::numbers::ln2 * static_cast<float>(x / std::numbers::ln2);
   }
   return G;
 }
