@@ -21,23 +21,28 @@
 HWY_BEFORE_NAMESPACE();
 namespace kda::cpu::HWY_NAMESPACE {
 
-/// From natural-log decays in `decay`: pc, sc, and the per-token factors in place.
-inline void build_decays(float* decay, float* pc, float* sc, int64_t ld, int64_t rows,
-                         int64_t width) {
+/// From natural-log decays in t.decay: pc, sc, rest, and the per-token factors in place.
+inline void build_decays(const ChunkTiles& t, int64_t ld, int64_t rows, int64_t width) {
   const Floats d;
   for_vectors(width, [&](int64_t c) HWY_ATTR {
     Vec sum = hn::Zero(d);
     for (int64_t i = rows - 1; i >= 0; --i) {
-      hn::Store(exp_of(d, sum), d, sc + i * ld + c);
-      sum = hn::Add(sum, hn::Load(d, decay + i * ld + c));
+      hn::Store(exp_of(d, sum), d, t.sc + i * ld + c);
+      sum = hn::Add(sum, hn::Load(d, t.decay + i * ld + c));
     }
     sum = hn::Zero(d);
+    Vec lost = hn::Zero(d);  // by the sum, alike in every chunk of equal gates
+    Vec whole = hn::Set(d, 1.0f);
     for (int64_t i = 0; i < rows; ++i) {
-      const Vec g = hn::Load(d, decay + i * ld + c);
-      sum = hn::Add(sum, g);
-      hn::Store(exp_of(d, sum), d, pc + i * ld + c);
-      hn::Store(exp_of(d, g), d, decay + i * ld + c);
+      const Vec g = hn::Load(d, t.decay + i * ld + c);
+      const Vec next = hn::Add(sum, g);
+      lost = hn::Add(lost, hn::Sub(g, hn::Sub(next, sum)));
+      sum = next;
+      whole = exp_of(d, sum);
+      hn::Store(whole, d, t.pc + i * ld + c);
+      hn::Store(exp_of(d, g), d, t.decay + i * ld + c);
     }
+    hn::Store(rest_of_exp(d, hn::Add(sum, lost), whole), d, t.rest + c);
   });
 }
 
@@ -56,8 +61,9 @@ inline void load_gamma(const Run& run, const Chunk& chunk, int64_t hv, float* de
   }
 }
 
-/// 2^gamma of a chunk, one value per key channel.
-inline void load_chunk_decay(const Run& run, const Chunk& chunk, int64_t hv, float* gamma) {
+/// 2^gamma of a chunk as the sum of two numbers per key channel.
+inline void load_chunk_decay(const Run& run, const Chunk& chunk, int64_t hv, float* gamma,
+                             float* rest) {
   const Dims& s = run.dims;
   const Floats d;
   Chunk last = chunk;
@@ -65,7 +71,10 @@ inline void load_chunk_decay(const Run& run, const Chunk& chunk, int64_t hv, flo
   load_tile(run.tokens(TensorId::kGamma, last, hv), 1, s.K, gamma, s.ldk, 1);
   const Vec ln2 = hn::Set(d, 0.693147180559945f);
   for_vectors(s.Kp, [&](int64_t c) HWY_ATTR {
-    hn::Store(exp_of(d, hn::Mul(hn::Load(d, gamma + c), ln2)), d, gamma + c);
+    const Vec x = hn::Mul(hn::Load(d, gamma + c), ln2);
+    const Vec power = exp_of(d, x);
+    hn::Store(power, d, gamma + c);
+    hn::Store(rest_of_exp(d, x, power), d, rest + c);
   });
 }
 
@@ -90,7 +99,7 @@ inline void load_chunk(const Run& run, const Chunk& chunk, int64_t hv, const Gat
     for (int64_t i = 0; i < n; ++i) t.beta[i] = most * sigmoid(t.beta[i]);
   }
   apply_gate(gate, t.decay, s.ldk, n, rows, s.Kp);
-  build_decays(t.decay, t.pc, t.sc, s.ldk, rows, s.Kp);
+  build_decays(t, s.ldk, rows, s.Kp);
 }
 
 /// to = factor . from, row by row; `scale` multiplies everything.
@@ -259,7 +268,7 @@ HWY_NOINLINE void multiply_triangle(const Left& t, const float* HWY_RESTRICT b,
       for (int64_t p = kUpper ? i : 0; p < end; ++p) {
         sum = hn::MulAdd(hn::Set(d, row[p * t.col]), hn::Load(d, b + p * ld + col), sum);
       }
-      sink_vector(d, sum, c + i * ld + col, sink, hn::Set(d, 1.0f));
+      sink_vector(d, sum, i, c + i * ld + col, sink);
     }
   });
 }

@@ -61,7 +61,7 @@ void rebuild_chunk(const Run& run, const Head& head, int64_t c, const GateTerms&
   if (!keeps_h || c + 1 == head.chunks) return;
   multiply_tiles(t.sc, t.k, 1.0f, w.kg, s.ldk, rows, s.Kp);
   gemm(s.Kp, s.Vp, rows, {w.kg, 1, s.ldk}, w.store.v_new(c), s.ldv, w.h, s.ldv,
-       {1, true, t.pc + (rows - 1) * s.ldk});
+       {1, true, t.pc + (rows - 1) * s.ldk, t.rest});
 }
 
 /// x = [s qg; -beta ke] and kg.
@@ -245,7 +245,7 @@ void backward_chunk(const Run& run, const Head& head, int64_t c, const GateTerms
   value_gradients(run, head, c, chunk, w);
   if (head.keys) state_products(run, head, c, chunk, w);
   gemm(s.Kp, s.Vp, 2 * rows, {w.x, 1, s.ldk}, w.do_r, s.ldv, w.dh, s.ldv,
-       {1, true, t.pc + (rows - 1) * s.ldk});
+       {1, true, t.pc + (rows - 1) * s.ldk, t.rest});
   if (!head.keys) return;
   score_products(s, rows, w.do_r, w.do_r + rows * s.ldv, w.store.v_new(c), run.scale, w.turned,
                  w.dP, w.dL);

@@ -48,7 +48,7 @@ void forward_chunk(const Run& run, const Chunk& chunk, int64_t hv, const GateTer
   store_tile(o, s.ldv, run.tokens(TensorId::kO, chunk, hv), chunk.tokens, s.V);
   multiply_tiles(t.sc, t.k, 1.0f, w.x, s.ldk, rows, s.Kp);
   gemm(s.Kp, s.Vp, rows, {w.x, 1, s.ldk}, w.v_new, s.ldv, w.h, s.ldv,
-       {1, true, t.pc + (rows - 1) * s.ldk});
+       {1, true, t.pc + (rows - 1) * s.ldk, t.rest});
   save_chunk(run, chunk, hv, w);
 }
 

@@ -70,7 +70,7 @@ ChunkTiles::ChunkTiles(const Dims& dims, Arena& arena) {
   for (float** tile : {&q, &k, &decay, &pc, &sc}) *tile = arena.take(dims.C * dims.ldk);
   v = arena.take(dims.C * dims.ldv);
   for (float** column : {&beta, &rq, &rk}) *column = arena.take(dims.C);
-  bias = arena.take(dims.Kp);
+  for (float** row : {&rest, &bias}) *row = arena.take(dims.Kp);
 }
 
 IntraTiles::IntraTiles(const Dims& dims, Arena& arena) {

@@ -117,6 +117,7 @@ struct ChunkTiles {
   float* decay;  ///< exp(g), one factor a token; 1 on padding rows
   float* pc;     ///< 2^Gamma: decay from the start of the chunk to the row, inclusive
   float* sc;     ///< 2^(gamma - Gamma): decay from the row, exclusive, to the end of the chunk
+  float* rest;   ///< what 2^gamma in the last row of pc lacks, one number a channel
   float* beta;   ///< activated
   float* rq;     ///< 1 / norm of the rows of q
   float* rk;

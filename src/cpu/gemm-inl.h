@@ -1,4 +1,4 @@
-// Matrix products of tiles: C = alpha op(A) B [+ row_scale . C].
+// Matrix products of tiles: C = alpha op(A) B [+ (row_scale + row_rest) . C].
 //
 // op(A) is read one element at a time, so that its strides are free (a transposed A costs nothing);
 // rows of B and C are contiguous and padded to kPad. A register block of C is 4 rows x 4 vectors
@@ -49,11 +49,21 @@ struct Sink {
   float alpha = 1;
   bool accumulate = false;
   const float* row_scale = nullptr;  ///< with accumulate: factor of each row of the old C
+  const float* row_rest = nullptr;   ///< with row_scale: what that lacks of the factor
 };
 
-HWY_INLINE void sink_vector(Floats d, Vec sum, float* c, const Sink& sink, Vec keep) {
+/// A vector of row i.
+HWY_INLINE void sink_vector(Floats d, Vec sum, int64_t i, float* c, const Sink& sink) {
   Vec value = hn::Mul(hn::Set(d, sink.alpha), sum);
-  if (sink.accumulate) value = hn::MulAdd(keep, hn::Load(d, c), value);
+  if (sink.accumulate) {
+    const Vec old = hn::Load(d, c);
+    if (sink.row_scale == nullptr) {
+      value = hn::Add(old, value);
+    } else {
+      value = hn::MulAdd(hn::Set(d, sink.row_rest[i]), old, value);
+      value = hn::MulAdd(hn::Set(d, sink.row_scale[i]), old, value);
+    }
+  }
   hn::Store(value, d, c);
 }
 
@@ -61,11 +71,10 @@ template <int kVectors>
 HWY_INLINE void sink_row(Floats d, Vec s0, Vec s1, Vec s2, Vec s3, int64_t i, float* c,
                          const Sink& sink) {
   const auto lanes = static_cast<int64_t>(hn::Lanes(d));
-  const Vec keep = hn::Set(d, sink.row_scale == nullptr ? 1.0f : sink.row_scale[i]);
-  sink_vector(d, s0, c, sink, keep);
-  if constexpr (kVectors > 1) sink_vector(d, s1, c + lanes, sink, keep);
-  if constexpr (kVectors > 2) sink_vector(d, s2, c + 2 * lanes, sink, keep);
-  if constexpr (kVectors > 3) sink_vector(d, s3, c + 3 * lanes, sink, keep);
+  sink_vector(d, s0, i, c, sink);
+  if constexpr (kVectors > 1) sink_vector(d, s1, i, c + lanes, sink);
+  if constexpr (kVectors > 2) sink_vector(d, s2, i, c + 2 * lanes, sink);
+  if constexpr (kVectors > 3) sink_vector(d, s3, i, c + 3 * lanes, sink);
 }
 
 /// Rows i..i+3 of one column panel.

@@ -128,16 +128,12 @@ void step_block(const Dims& s, const Token* tokens, int64_t count, const StatePa
   }
 }
 
-/// Replaces g by exp(g) rounded, and keeps what that lost. Below e^-0.5 few tokens share a state,
-/// and one number is enough.
+/// Replaces g by exp(g) rounded, and keeps what that lost.
 HWY_INLINE void split_decay(Floats d, float* g, float* rest) {
   const Vec x = hn::Load(d, g);
-  const Vec one = hn::Set(d, 1.0f);
-  const auto slow = hn::Gt(x, hn::Set(d, -0.5f));
-  const Vec less = hn::Expm1(d, x);
-  const Vec sum = hn::Add(one, less);
-  hn::Store(hn::IfThenElse(slow, sum, exp_of(d, x)), d, g);
-  hn::Store(hn::IfThenElseZero(slow, hn::Sub(less, hn::Sub(sum, one))), d, rest);
+  const Vec power = exp_of(d, x);
+  hn::Store(power, d, g);
+  hn::Store(rest_of_exp(d, x, power), d, rest);
 }
 
 /// Loads a block of tokens with all pre-processing of section 3.

@@ -32,8 +32,9 @@ void reverse_chunk(const Run& run, const Chunk& chunk, int64_t hv, const StageSc
   store_tile(dv_new, s.ldv, run.tokens(TensorId::kDvNew, chunk, hv), n, s.V);
   load_tile(run.tokens(TensorId::kQg, chunk, hv), n, s.K, t.q, s.ldk, rows);
   load_tile(run.tokens(TensorId::kW, chunk, hv), n, s.K, w.x, s.ldk, rows);
-  load_chunk_decay(run, chunk, hv, t.decay);
-  gemm(s.Kp, s.Vp, rows, {t.q, 1, s.ldk}, d_o, s.ldv, w.dh, s.ldv, {run.scale, true, t.decay});
+  load_chunk_decay(run, chunk, hv, t.decay, t.rest);
+  gemm(s.Kp, s.Vp, rows, {t.q, 1, s.ldk}, d_o, s.ldv, w.dh, s.ldv,
+       {run.scale, true, t.decay, t.rest});
   gemm(s.Kp, s.Vp, rows, {w.x, 1, s.ldk}, dv_new, s.ldv, w.dh, s.ldv, {-1, true});
 }
 
@@ -67,7 +68,7 @@ void load_wy(const Run& run, const Chunk& chunk, int64_t hv, const StageScratch&
   load_tile(run.state(TensorId::kDh, chunk.row, hv), s.K, s.V, w.dh, s.ldv, s.Kp);
   load_column(run.tokens(TensorId::kBeta, chunk, hv), n, t.beta, rows);
   load_gamma(run, chunk, hv, t.decay);
-  build_decays(t.decay, t.pc, t.sc, s.ldk, rows, s.Kp);
+  build_decays(t, s.ldk, rows, s.Kp);
   keep_lower(s, rows, w.a);
 }
 
@@ -200,7 +201,7 @@ void intra_backward(const Run& run, const Task& task) {
   for (int64_t hv = h * s.G; hv < (h + 1) * s.G; ++hv) {
     load_column(run.tokens(TensorId::kBeta, chunk, hv), n, t.beta, rows);
     load_gamma(run, chunk, hv, t.decay);
-    build_decays(t.decay, t.pc, t.sc, s.ldk, rows, s.Kp);
+    build_decays(t, s.ldk, rows, s.Kp);
     load_tile(run.tokens(TensorId::kDP, chunk, hv), n, s.C, w.aqk, s.ldc, rows);
     load_tile(run.tokens(TensorId::kDL, chunk, hv), n, s.C, w.a, s.ldc, rows);
     float* dk = w.x + rows * s.ldk;

@@ -70,7 +70,7 @@ void intra(const Run& run, const Task& task) {
   load_tile(run.tokens(TensorId::kK, chunk, h), chunk.tokens, s.K, t.k, s.ldk, rows);
   load_column(run.tokens(TensorId::kBeta, chunk, place.hv), chunk.tokens, t.beta, rows);
   load_gamma(run, chunk, place.hv, t.decay);
-  build_decays(t.decay, t.pc, t.sc, s.ldk, rows, s.Kp);
+  build_decays(t, s.ldk, rows, s.Kp);
   chunk_scores(s, chunk.tokens, t.q, t.k, t.decay, t.beta, run.scale, w.intra, w.aqk, w.a);
   store_tile(w.aqk, s.ldc, run.tokens(TensorId::kAqk, chunk, place.hv), chunk.tokens, s.C);
   if (!run.wants(TensorId::kA)) return;
@@ -100,7 +100,7 @@ void wu(const Run& run, const Task& task) {
   load_tile(run.tokens(TensorId::kV, chunk, hv), n, s.V, t.v, s.ldv, rows);
   load_column(run.tokens(TensorId::kBeta, chunk, hv), n, t.beta, rows);
   load_gamma(run, chunk, hv, t.decay);
-  build_decays(t.decay, t.pc, t.sc, s.ldk, rows, s.Kp);
+  build_decays(t, s.ldk, rows, s.Kp);
   load_lower(run, TensorId::kA, chunk, hv, w.a);
   multiply_tiles(t.sc, t.k, 1.0f, w.x, s.ldk, rows, s.Kp);
   store_tile(w.x, s.ldk, run.tokens(TensorId::kKg, chunk, hv), n, s.K);
@@ -133,8 +133,8 @@ void scan_chunk(const Run& run, const Chunk& chunk, int64_t hv, const StageScrat
   load_tile(run.tokens(TensorId::kU, chunk, hv), n, s.V, t.v, s.ldv, rows);
   gemm(rows, s.Vp, s.Kp, {w.x, s.ldk, 1}, w.h, s.ldv, t.v, s.ldv, {-1, true});
   store_tile(t.v, s.ldv, run.tokens(TensorId::kVNew, chunk, hv), n, s.V);
-  load_chunk_decay(run, chunk, hv, t.decay);
-  gemm(s.Kp, s.Vp, rows, {t.k, 1, s.ldk}, t.v, s.ldv, w.h, s.ldv, {1, true, t.decay});
+  load_chunk_decay(run, chunk, hv, t.decay, t.rest);
+  gemm(s.Kp, s.Vp, rows, {t.k, 1, s.ldk}, t.v, s.ldv, w.h, s.ldv, {1, true, t.decay, t.rest});
 }
 
 void state_scan(const Run& run, const Task& task) {
@@ -163,7 +163,7 @@ void output(const Run& run, const Task& task) {
   load_tile(run.tokens(TensorId::kVNew, chunk, place.hv), n, s.V, t.v, s.ldv, rows);
   load_tile(run.state(TensorId::kH, chunk.row, place.hv), s.K, s.V, w.h, s.ldv, s.Kp);
   load_gamma(run, chunk, place.hv, t.decay);
-  build_decays(t.decay, t.pc, t.sc, s.ldk, rows, s.Kp);
+  build_decays(t, s.ldk, rows, s.Kp);
   load_lower(run, TensorId::kAqk, chunk, place.hv, w.aqk);
   multiply_tiles(t.pc, t.q, run.scale, w.x, s.ldk, rows, s.Kp);
   gemm(rows, s.Vp, s.Kp, {w.x, s.ldk, 1}, w.h, s.ldv, w.y, s.ldv);

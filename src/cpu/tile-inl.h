@@ -258,6 +258,13 @@ inline float dot(const float* a, const float* b, int64_t width) {
 /// e^x. hn::Exp takes a NaN for a number below its range and answers 0.
 HWY_INLINE Vec exp_of(Floats d, Vec x) { return hn::IfThenElse(hn::Eq(x, x), hn::Exp(d, x), x); }
 
+/// What `power`, e^x as one number, lacks of e^x: a slow decay loses the same again in every step.
+/// Below e^-0.5 few steps share a state, and one number is enough.
+HWY_INLINE Vec rest_of_exp(Floats d, Vec x, Vec power) {
+  const Vec rest = hn::Sub(hn::Expm1(d, x), hn::Sub(power, hn::Set(d, 1.0f)));
+  return hn::IfThenElseZero(hn::Gt(x, hn::Set(d, -0.5f)), rest);
+}
+
 /// The larger one; NaN if x is. hn::Max leaves open which operand it takes then.
 HWY_INLINE Vec at_least(Vec least, Vec x) { return hn::IfThenElse(hn::Lt(x, least), least, x); }
 

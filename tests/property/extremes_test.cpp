@@ -1,5 +1,6 @@
 // Inputs at the ends of their ranges: gates whose parts leave the range of floats, one channel.
 #include <cmath>
+#include <vector>
 
 #include "check.h"
 #include "property/reports.h"
@@ -157,6 +158,76 @@ TEST_P(Extremes, LongMemory) {
   set_input(c, kG, [](int64_t) { return -3e-5; });
   set_input(c, kBeta, [](int64_t) { return 0.0; });
   expect_right(c);
+}
+
+/// The same of chunks, whose whole decays are alike too. Nothing is written where beta is 0, so the
+/// rounding of what tokens write does not cover that of the decays.
+TEST_P(Extremes, LongMemoryInChunks) {
+  // The limits of Hopper rows are far above this, and their widths slow down the recurrence.
+  CaseSpec spec = small_spec(is_hopper() ? 8192 : 131072);
+  spec.sizes.K = spec.sizes.V = 8;
+  Case c = make(spec);
+  set_input(c, kBeta, [](int64_t) { return 0.0; });
+  for (const double g : {-1e-6, -1e-5, -1e-4}) {
+    set_input(c, kG, [&](int64_t) { return g; });
+    const TensorMap expected = cases::reference_outputs(c).value();
+    attempt([&] {
+      const TensorMap results = results_of(c);
+      for (const TensorId id : {kO, kFinalState, kDq, kDinitialState}) {
+        EXPECT_LE(cases::compare(c, id, results.at(id), expected.at(id)).ratio, limit(1e-5, id))
+            << name_of(id) << " at a gate of " << g;
+      }
+    });
+  }
+}
+
+/// The scans by themselves, where no token writes: a state decays, and no more. Of gamma they read
+/// the last row of each chunk.
+TEST_P(Extremes, LongMemoryOfScans) {
+  constexpr int64_t kChunks = 2048;
+  struct Scan {
+    Operation operation;
+    std::vector<TensorId> zeros;
+    TensorId from;
+    TensorId to;
+  };
+  const Scan scans[] = {
+      {Operation::kStateScan, {kKg, kW, kU}, kInitialState, kFinalState},
+      {Operation::kReverseScan, {kQg, kKg, kW, kAqk, kDo}, kDfinalState, kDinitialState}};
+  CaseSpec spec = small_spec(64);
+  spec.sizes.K = spec.sizes.V = 8;
+  const Case c = make(spec);
+  for (const Scan& scan : scans) {
+    Problem problem = c.forward;
+    problem.operation = scan.operation;
+    problem.sizes.T = 64 * kChunks;
+    problem.tensors = {};
+    TensorMap inputs;
+    const auto give_zeros = [&](TensorId id) {
+      problem.set(id, DType::kF32);
+      const TensorLayout layout = problem.canonical_layout(id);
+      const auto* const shape = layout.shape.data();
+      inputs[id] = HostTensor(layout.dtype, {shape, shape + layout.rank});
+    };
+    for (const TensorId id : scan.zeros) give_zeros(id);
+    give_zeros(kGamma);
+    HostTensor& gammas = inputs.at(kGamma);
+    const HostTensor& state = inputs[scan.from] = c.inputs.at(scan.from);
+    problem.set(scan.from, state.dtype);
+    problem.set(scan.to, DType::kF32);
+    for (const double gamma : {-0x1p-14, -0x1.5p-10, -0x1.3p-7}) {
+      for (int64_t i = 0; i < gammas.count(); ++i) gammas.set(i, gamma);
+      HostTensor expected(DType::kF64, state.shape);
+      for (int64_t i = 0; i < state.count(); ++i) {
+        expected.set(i, state.get(i) * std::exp2(gamma * kChunks));
+      }
+      attempt([&] {
+        const HostTensor result = results_of(problem, inputs).at(scan.to);
+        EXPECT_LE(cases::compare(c, scan.to, result, expected).ratio, 1e-5)
+            << name_of(scan.to) << " at a gamma of " << gamma;
+      });
+    }
+  }
 }
 
 }  // namespace

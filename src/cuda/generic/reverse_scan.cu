@@ -35,8 +35,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<Real>)
   Real* const panel = shared_memory<Real>();
   Real* const dv_new = panel + kStatePanel;
   Real* const grad_o = dv_new + kTileRows * Tile::kStride;
-  Real* const decay = grad_o + kTileRows * Tile::kStride;
-  const Tile state{decay + kMaxK, K};
+  const ChunkDecay<Real> decay(grad_o + kTileRows * Tile::kStride);
+  const Tile state{decay.factor + decay.kSize, K};
   const int64_t tiles = scan_tiles(p.sequences, p.heads, Tile::kColumns);
   for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
     const auto [v0, hv, sequence, range] = scan_tile(p.sequences, p.heads, Tile::kColumns, index);
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<Real>)
       if (p.dh.data) state.save(p.dh, range.first_chunk + c, hv, v0, p.heads.V);
       state.add_keys_times_state(tile, kg, p.kg, chunk, hv, panel,
                                  [&] { load_tokens(operand, p.Aqk, chunk, hv, 0, p.sequences.C); });
-      decay[threadIdx.x] = last;
+      decay.put(last);
       grad.put_rows(grad_o, Tile::kStride);
       add_scores_product<Tile>(tile, operand, p.Aqk, chunk, hv, p.sequences.C, grad_o, panel,
                                [&] { load_tokens(operand, p.qg, chunk, hv, 0, K); });

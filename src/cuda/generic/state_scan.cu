@@ -2,7 +2,7 @@
 // which need no communication.
 //
 // Shared memory, in elements: state [K padded to 64][BV + 4], operand panel [32][68], v_new
-// [64][BV + 4], decay [256].
+// [64][BV + 4], decay [2][256].
 #include "cuda/generic/stages.h"
 #include "cuda/generic/state_tile.cuh"
 #include "cuda/launch.h"
@@ -17,8 +17,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<Real>)
   const int32_t K = p.heads.K;
   Real* const panel = shared_memory<Real>();
   Real* const v_new = panel + kStatePanel;
-  Real* const decay = v_new + kTileRows * Tile::kStride;
-  const Tile state{decay + kMaxK, K};
+  const ChunkDecay<Real> decay(v_new + kTileRows * Tile::kStride);
+  const Tile state{decay.factor + decay.kSize, K};
   const int64_t tiles = scan_tiles(p.sequences, p.heads, Tile::kColumns);
   for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
     const auto [v0, hv, sequence, range] = scan_tile(p.sequences, p.heads, Tile::kColumns, index);
@@ -36,10 +36,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<Real>)
       if (p.h.data) state.save(p.h, range.first_chunk + c, hv, v0, p.heads.V);
       state.add_keys_times_state(product, w, p.w, chunk, hv, panel,
                                  [&] { load_tokens(kg, p.kg, chunk, hv, 0, K); });
-      decay[threadIdx.x] = last;
       value.map([&](int m, int n, Real u) { return u - product.at(m, n); });
       save_tokens(value, p.v_new, chunk, hv, v0, p.heads.V);
       value.put_rows(v_new, Tile::kStride);
+      decay.put(last);
       state.update(decay, [&](typename Tile::Keys& sum, int k0) {
         state.add_tokens_product(sum, kg, p.kg, chunk, hv, k0, v_new, Real(1), panel, [&] {
           if (k0 + kTileRows < K) {

@@ -50,6 +50,26 @@ __device__ __forceinline__ Real last_gamma(const Tensor& gamma, const Chunk& chu
                                k * gamma.stride[3]);
 }
 
+/// 2^gamma of a chunk as the sum of two numbers a channel, in shared memory. One alone loses the
+/// same in every chunk of equal gates.
+template <class Real>
+struct ChunkDecay {
+  static constexpr int kSize = 2 * kMaxK;
+
+  Real* factor;
+  Real* rest;
+
+  __device__ explicit ChunkDecay(Real* base) : factor(base), rest(base + kMaxK) {}
+
+  /// A channel a thread. Below 2^-0.5 few chunks share a state, and one number is enough.
+  __device__ void put(Real gamma) const {
+    const Real power = exp2_of(gamma);
+    factor[threadIdx.x] = power;
+    rest[threadIdx.x] =
+        gamma > Real(-0.5) ? expm1(gamma * Real(1 / kInvLn2)) - (power - 1) : Real(0);
+  }
+};
+
 /// Every product takes its first panel loaded, and calls `next` to start the loads of the panel
 /// that the following one begins with, so that they arrive under a product and not in front of one.
 template <class Real, int COLUMNS>
@@ -132,15 +152,15 @@ struct StateTile {
     }
   }
 
-  /// S = 2^decay . S + sum(k0) for each 64 channels, once every thread is done with the old state.
+  /// S = decay . S + sum(k0) for each 64 channels, once every thread is done with the old state.
   template <class F>
-  __device__ void update(const Real* decay, F add) const {
+  __device__ void update(const ChunkDecay<Real>& decay, F add) const {
     for (int k0 = 0; k0 < K; k0 += kTileRows) {
       Keys sum;
       add(sum, k0);
       sum.map([&](int m, int n, Real x) {
         Real& s = data[(k0 + m) * kStride + n];
-        s = exp2_of(decay[k0 + m]) * s + x;
+        s = fma(decay.factor[k0 + m], s, fma(decay.rest[k0 + m], s, x));
         return x;
       });
     }
@@ -177,8 +197,8 @@ Status launch_state_kernel(const StateKernels<Params>& kernels, const Params& p,
       p.heads.V > kNarrowColumns && p.heads.K <= kMaxK / 2 && blocks(kWideColumns) >= kEnoughBlocks;
   const int columns = fp64 ? kFp64Columns : wide ? kWideColumns : kNarrowColumns;
   const int64_t padded_K = (p.heads.K + kTileRows - 1) / kTileRows * kTileRows;
-  const int64_t elements =
-      kStatePanel + kMaxK + (kernels.token_tiles * kTileRows + padded_K) * (columns + 4);
+  const int64_t elements = kStatePanel + ChunkDecay<float>::kSize +
+                           (kernels.token_tiles * kTileRows + padded_K) * (columns + 4);
   const std::size_t size = fp64 ? sizeof(double) : sizeof(float);
   return launch(
       {kernels.name, blocks(columns), kThreads, static_cast<std::size_t>(elements) * size},
