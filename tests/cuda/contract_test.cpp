@@ -65,62 +65,57 @@ TEST_P(CudaReports, VARLEN_12_WrongSequencesStayInBounds) {
   }
 }
 
-// No index leads outside the pool.
-TEST_P(CudaReports, PAGED_01_PAGED_02_PAGED_03_IndicesOutsideThePoolAreSkipped) {
+/// Four sequences, for four slots of a pool.
+CaseSpec pool_spec() {
   CaseSpec spec;
   spec.sizes = {4, 3, 2, 2, 64, 64, 0, 0};
   spec.gradients = false;
-  Case c = cases::generate(fitted_to_decode(spec));
+  return spec;
+}
+
+struct PoolResult {
+  HostTensor o;
+  HostTensor pool;  ///< updated in place
+};
+
+/// Runs `c` with its initial states as the pool, sequence i on slot slots[i].
+PoolResult run_on_pool(const Case& c, const std::vector<double>& slots, const Options& options) {
   Problem problem = recurrent_problem(c);
   problem.sizes.P = 4;
   problem.set(kStateIndices, DType::kI32);
-  HostTensor indices(DType::kI32, {4});
-  const std::array<int32_t, 4> values{-1, 4, 2, -2000000000};
-  std::copy(values.begin(), values.end(), reinterpret_cast<int32_t*>(indices.bytes.data()));
-  c.inputs[kStateIndices] = indices;
-  DeviceCase device = on_device(problem, c.inputs);
+  TensorMap inputs = c.inputs;
+  inputs[kStateIndices] = cases::from_doubles(DType::kI32, {4}, slots);
+  DeviceCase device(problem, inputs, 0, options);
   Args args = device.args();
-  args.out(kFinalState, device[kInitialState].address());  // a pool is updated in place
-  ASSERT_EQ(device.plan().run(args).message(), "");
+  args.out(kFinalState, device[kInitialState].address());
+  if (const Status status = device.plan().run(args); !status.ok()) throw Error(status);
   count_call(device.plan().implementation());
   require(cudaDeviceSynchronize());
-  const HostTensor o = device.outputs().at(kO);
   const HostTensor& before = c.inputs.at(kInitialState);
-  const HostTensor state = device[kInitialState].store(before.dtype, before.shape);
+  return {device.outputs().at(kO), device[kInitialState].store(before.dtype, before.shape)};
+}
+
+// No index leads outside the pool.
+TEST_P(CudaReports, PAGED_01_PAGED_02_PAGED_03_IndicesOutsideThePoolAreSkipped) {
+  const Case c = cases::generate(fitted_to_decode(pool_spec()));
+  const auto [o, pool] = run_on_pool(c, {-1, 4, 2, -2000000000}, options());
+  const HostTensor& before = c.inputs.at(kInitialState);
   const int64_t row = o.count() / 4;
-  const int64_t slot = state.count() / 4;
+  const int64_t slot = pool.count() / 4;
   for (int64_t i = 0; i < o.count(); ++i) EXPECT_EQ(o.get(i) == 0, i / row != 2) << i;
-  for (int64_t i = 0; i < state.count(); ++i) {
-    EXPECT_EQ(state.get(i) == before.get(i), i / slot != 2) << "slot " << i / slot;
+  for (int64_t i = 0; i < pool.count(); ++i) {
+    EXPECT_EQ(pool.get(i) == before.get(i), i / slot != 2) << "slot " << i / slot;
   }
 }
 
 // PAGED-02: what becomes of a slot that two sequences write is not defined; others are as ever.
 TEST_P(CudaReports, PAGED_02_ASlotNamedTwiceEndangersNoOther) {
-  CaseSpec spec;
-  spec.sizes = {4, 3, 2, 2, 64, 64, 0, 0};
-  spec.gradients = false;
-  Case c = cases::generate(fitted_to_decode(spec));
-  Problem problem = recurrent_problem(c);
-  problem.sizes.P = 4;
-  problem.set(kStateIndices, DType::kI32);
-  const auto run = [&](const std::vector<double>& slots) {
-    c.inputs[kStateIndices] = cases::from_doubles(DType::kI32, {4}, slots);
-    DeviceCase device = on_device(problem, c.inputs);
-    Args args = device.args();
-    args.out(kFinalState, device[kInitialState].address());  // a pool is updated in place
-    require(device.plan().run(args).ok() ? cudaDeviceSynchronize() : cudaErrorUnknown);
-    count_call(device.plan().implementation());
-    const HostTensor& before = c.inputs.at(kInitialState);
-    return TensorMap{{kO, device.outputs().at(kO)},
-                     {kFinalState, device[kInitialState].store(before.dtype, before.shape)}};
-  };
-  const TensorMap apart = run({0, -1, 3, -1});
-  const TensorMap twice = run({0, 0, 3, 0});
-  EXPECT_EQ(row_of(twice.at(kO), 2).bytes, row_of(apart.at(kO), 2).bytes);
+  const Case c = cases::generate(fitted_to_decode(pool_spec()));
+  const PoolResult apart = run_on_pool(c, {0, -1, 3, -1}, options());
+  const PoolResult twice = run_on_pool(c, {0, 0, 3, 0}, options());
+  EXPECT_EQ(row_of(twice.o, 2).bytes, row_of(apart.o, 2).bytes);
   for (const int64_t slot : {1, 2, 3}) {
-    EXPECT_EQ(row_of(twice.at(kFinalState), slot).bytes, row_of(apart.at(kFinalState), slot).bytes)
-        << "slot " << slot;
+    EXPECT_EQ(row_of(twice.pool, slot).bytes, row_of(apart.pool, slot).bytes) << "slot " << slot;
   }
 }
 
