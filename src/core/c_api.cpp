@@ -57,10 +57,14 @@ Status unknown_operation(kda_operation operation) {
                              static_cast<int32_t>(operation), kda::kOperationCount - 1));
 }
 
+Status null_pointer(std::string_view name, std::string_view type) {
+  return invalid(fmt::format("{}: null pointer, expected the address of a {}", name, type));
+}
+
 /// Null or uninitialised structures, and those of another header: every size is one version.
 template <class Struct>
 Status check_struct(const Struct* value, const char* name) {
-  if (value == nullptr) return invalid(fmt::format("{}: null pointer", name));
+  if (value == nullptr) return null_pointer(name, name);
   if (value->struct_size != sizeof(Struct)) {
     const bool makes = std::string_view(name) == "kda_problem";
     return invalid(
@@ -152,7 +156,7 @@ void kda_problem_init(kda_problem* problem) {
 kda_status kda_problem_make(kda_problem* problem, kda_operation operation, int64_t B, int64_t T,
                             int64_t H, int64_t HV, int64_t K, int64_t V, kda_dtype io) {
   return guarded([&]() -> Status {
-    if (problem == nullptr) return invalid("kda_problem: null pointer");
+    if (problem == nullptr) return null_pointer("kda_problem", "kda_problem");
     const auto wanted = static_cast<kda::Operation>(operation);
     if (kda::tensors_of(wanted).empty()) return unknown_operation(operation);
     if (io < KDA_BF16 || io > KDA_F64) {
@@ -213,7 +217,7 @@ kda_status kda_problem_layout(const kda_problem* problem, kda_tensor_id id,
 kda_status kda_plan_create(const kda_problem* problem, kda_device_type device_type,
                            int32_t device_index, const kda_options* options, kda_plan** plan) {
   return guarded([&]() -> Status {
-    if (plan == nullptr) return invalid("plan: null pointer");
+    if (plan == nullptr) return null_pointer("plan", "kda_plan*");
     *plan = nullptr;
     kda::Result<kda::Plan> made = create(problem, device_type, device_index, options);
     if (!made.ok()) return made.status();
@@ -234,7 +238,7 @@ const char* kda_plan_implementation(const kda_plan* plan) {
 
 kda_status kda_plan_run(const kda_plan* plan, const kda_args* args, void* stream) {
   return guarded([&]() -> Status {
-    if (plan == nullptr) return invalid("plan: null pointer");
+    if (plan == nullptr) return null_pointer("plan", "kda_plan");
     if (Status status = check_struct(args, "kda_args"); !status.ok()) return status;
     kda::Args converted;
     std::copy_n(args->data, kda::kTensorCount, converted.data.begin());
@@ -251,7 +255,7 @@ kda_status kda_supports(const kda_problem* problem, kda_device_type device_type,
 
 kda_status kda_tensor_spec_at(kda_operation operation, int32_t index, kda_tensor_spec* spec) {
   return guarded([&]() -> Status {
-    if (spec == nullptr) return invalid("spec: null pointer");
+    if (spec == nullptr) return null_pointer("spec", "kda_tensor_spec");
     const auto specs = kda::tensors_of(static_cast<kda::Operation>(operation));
     if (specs.empty()) return unknown_operation(operation);
     if (index < 0 || static_cast<size_t>(index) >= specs.size()) {
@@ -272,7 +276,9 @@ kda_status kda_tensor_spec_at(kda_operation operation, int32_t index, kda_tensor
 
 kda_status kda_implementation_at(int32_t index, kda_implementation* implementation) {
   return guarded([&]() -> Status {
-    if (implementation == nullptr) return invalid("implementation: null pointer");
+    if (implementation == nullptr) {
+      return null_pointer("implementation", "kda_implementation");
+    }
     const auto rows = kda::implementations();
     if (index < 0 || static_cast<size_t>(index) >= rows.size()) {
       return invalid(fmt::format("index: found {}, expected 0..{}", index,

@@ -123,7 +123,7 @@ Status check_args(const Problem& problem, const Args& args, std::size_t workspac
     }
     if (address % size_of(layout.dtype) != 0) {
       return {StatusCode::kInvalidArgument,
-              fmt::format("{}: address {:#x} is not a multiple of {}, the size of {}",
+              fmt::format("{}: address {:#x}, expected a multiple of {}, the size of {}",
                           name_of(spec.id), address, size_of(layout.dtype), name_of(layout.dtype))};
     }
     if (wraps(address, static_cast<std::uintptr_t>(problem.bytes(spec.id)))) {
@@ -135,7 +135,12 @@ Status check_args(const Problem& problem, const Args& args, std::size_t workspac
   }
   if (Status status = check_in_place(problem, args); !status.ok()) return status;
   const auto workspace = reinterpret_cast<std::uintptr_t>(args.workspace);
-  if (args.workspace_bytes < workspace_bytes || (workspace_bytes > 0 && workspace == 0)) {
+  if (workspace_bytes > 0 && workspace == 0) {
+    return {StatusCode::kInvalidArgument,
+            fmt::format("workspace: null address, expected {} bytes (Plan::workspace_bytes)",
+                        workspace_bytes)};
+  }
+  if (args.workspace_bytes < workspace_bytes) {
     return {StatusCode::kInvalidArgument,
             fmt::format("workspace: found {} bytes at {:#x}, expected {} bytes "
                         "(Plan::workspace_bytes)",

@@ -257,8 +257,10 @@ Status check_strides(const TensorSpec& spec, const TensorLayout& layout) {
                      i);
     }
     if (steps > 0 && stride > (kMaxElements - span) / steps) {
-      return invalid("{}: stride {} of dimension {} leaves the address space", name_of(spec.id),
-                     stride, i);
+      return invalid(
+          "{}: stride {} of dimension {}, expected at most {}: the tensor leaves the "
+          "address space",
+          name_of(spec.id), stride, i, (kMaxElements - span) / steps);
     }
     if (steps > 0) span += steps * stride;
   }
@@ -313,10 +315,9 @@ Status resolve_tensor(Problem& problem, const TensorSpec& spec) {
   const TensorLayout expected = problem.canonical_layout(spec.id);
   if (layout.rank == 0) layout = expected;
   if (layout.rank < 0) {
-    return invalid(
-        "{}: found rank {}, or strides of another number than the extents, expected {} "
-        "of each",
-        name, layout.rank, expected.rank);
+    return invalid("{}: found rank {}{}, expected {}", name, layout.rank,
+                   layout.rank == -1 ? ", as strides of another number than the extents have" : "",
+                   expected.rank);
   }
   if (layout.rank > 4) {
     return invalid("{}: found rank {}, expected {}", name, layout.rank, expected.rank);

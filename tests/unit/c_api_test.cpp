@@ -125,20 +125,22 @@ TEST(CApi, NullPointersAreAnswered) {
   kda_problem problem = forward();
   kda_plan* plan = nullptr;
   expect_error(kda_problem_make(nullptr, KDA_CHUNK_FORWARD, 1, 1, 1, 1, 1, 1, KDA_F32),
-               KDA_INVALID_ARGUMENT, "kda_problem: null pointer");
+               KDA_INVALID_ARGUMENT,
+               "kda_problem: null pointer, expected the address of a kda_problem");
   expect_error(kda_problem_layout(nullptr, KDA_Q, nullptr, nullptr), KDA_INVALID_ARGUMENT,
-               "kda_problem: null pointer");
+               "kda_problem: null pointer, expected the address of a kda_problem");
   expect_error(kda_plan_create(nullptr, KDA_CPU, 0, nullptr, &plan), KDA_INVALID_ARGUMENT,
-               "kda_problem: null pointer");
+               "kda_problem: null pointer, expected the address of a kda_problem");
   expect_error(kda_plan_create(&problem, KDA_CPU, 0, nullptr, nullptr), KDA_INVALID_ARGUMENT,
-               "plan: null pointer");
+               "plan: null pointer, expected the address of a kda_plan*");
   expect_error(kda_supports(nullptr, KDA_CPU, 0, nullptr), KDA_INVALID_ARGUMENT,
-               "kda_problem: null pointer");
-  expect_error(kda_plan_run(nullptr, nullptr, nullptr), KDA_INVALID_ARGUMENT, "plan: null pointer");
+               "kda_problem: null pointer, expected the address of a kda_problem");
+  expect_error(kda_plan_run(nullptr, nullptr, nullptr), KDA_INVALID_ARGUMENT,
+               "plan: null pointer, expected the address of a kda_plan");
   expect_error(kda_tensor_spec_at(KDA_OUTPUT, 0, nullptr), KDA_INVALID_ARGUMENT,
-               "spec: null pointer");
+               "spec: null pointer, expected the address of a kda_tensor_spec");
   expect_error(kda_implementation_at(0, nullptr), KDA_INVALID_ARGUMENT,
-               "implementation: null pointer");
+               "implementation: null pointer, expected the address of a kda_implementation");
   EXPECT_EQ(kda_plan_workspace_bytes(nullptr), 0u);
   EXPECT_STREQ(kda_plan_implementation(nullptr), "");
   EXPECT_EQ(kda_problem_layout(&problem, KDA_Q, nullptr, nullptr), KDA_OK);

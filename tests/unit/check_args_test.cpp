@@ -79,7 +79,7 @@ TEST_F(CheckArgs, AcceptsNullForTensorsWithoutElements) {
 
 TEST_F(CheckArgs, RefusesMisalignedElements) {
   args_.in(kG, at(kTensorCount * 2048 + 2));
-  expect_refused({"g: address 0x", "not a multiple of 4", "fp32"});
+  expect_refused({"g: address 0x", "expected a multiple of 4", "fp32"});
 }
 
 TEST_F(CheckArgs, AcceptsElementAlignment) {
@@ -92,7 +92,7 @@ TEST_F(CheckArgs, RefusesSmallMissingOrMisalignedWorkspace) {
   expect_refused({"workspace: found 1023 bytes", "expected 1024 bytes"});
   args_.workspace_bytes = kWorkspaceBytes;
   args_.workspace = nullptr;
-  expect_refused({"workspace: found 1024 bytes at 0x0", "expected 1024 bytes"});
+  expect_refused({"workspace: null address", "expected 1024 bytes"});
   args_.workspace = at(kTensorCount * 4096 + 32);
   expect_refused({"workspace: address 0x", "expected a multiple of 64"});
   args_.workspace = nullptr;

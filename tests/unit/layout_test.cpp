@@ -39,7 +39,8 @@ TEST(Layout, AsManyStridesAsExtents) {
     problem.set(kQ, TensorLayout::strided(DType::kBF16, {2, 70, 2, 16}, stride));
     return problem.validated().status().message();
   };
-  const std::string refusal = "q: found rank -1, or strides of another number";
+  const std::string refusal =
+      "q: found rank -1, as strides of another number than the extents have, expected 4";
   EXPECT_EQ(verdict({}).rfind(refusal, 0), 0u) << verdict({});
   EXPECT_EQ(verdict({2240, 32, 16}).rfind(refusal, 0), 0u);
   EXPECT_EQ(verdict({2240, 32, 16, 1, 1}).rfind(refusal, 0), 0u);
