@@ -240,6 +240,24 @@ TEST(StressJudge, KnowsThatTokensMayEraseAState) {
   EXPECT_EQ(with_error(4e-4 * size), Names{"final_state"});
 }
 
+// Seed 9601, problem 66125, in fp64: all channels of q are alike, and so are all of k, so that the
+// gradient of the normalised q points along it and a millionth is left of it.
+TEST(StressJudge, KnowsWhatTheNormLeavesOfAGradient) {
+  const Trial trial = prepare(draw(9601, 66125), false).value();
+  const double size = cases::rms(trial.expected.at(kDq));
+  EXPECT_LT(1e4 * size, cases::rms(gradient_before_norm(trial, kDq).value()));
+  const auto with_error = [&](double error) {
+    TensorMap outputs = right_outputs(trial);
+    HostTensor& dq = outputs.at(kDq);
+    for (int64_t i = 0; i < dq.count(); ++i) {
+      dq.set(i, dq.get(i) + (i % 2 == 0 ? error : -error));
+    }
+    return faulty(trial, outputs);
+  };
+  EXPECT_EQ(with_error(1e-9 * size), Names{});
+  EXPECT_EQ(with_error(1e-3 * size), Names{"dq"});
+}
+
 // Seed 8103, problem 40206: all keys of a head are one vector and beta is up to 1.9.
 TEST(StressJudge, KnowsWhatScoresOfRepeatedKeysDo) {
   const Trial trial = prepare(draw(8103, 40206), false).value();

@@ -161,6 +161,8 @@ class Examiner {
       limit = std::max(limit, error_of_scores(id, expected));
       if (within(d, limit)) return;
     }
+    relate_to_rows(id, expected, d);
+    if (within(d, limit)) return;
     double size = cases::rms(expected);  // the denominator of the ratio
     if (row != DType::kF64 && cases::is_a_draw(id, expected)) {
       cases::allow_for_chance(id, expected, usual_rms(id), d, limit);
@@ -196,6 +198,19 @@ class Examiner {
     if (start == nullptr || cases::rms(*start) <= size) return;
     d.ratio *= size / cases::rms(*start);
     d.block_ratio *= size / cases::rms(*start);
+  }
+
+  /// Behind a norm only what is orthogonal to a row is left of its gradient, which is next to
+  /// nothing where all channels of q, or of k, are alike: errors are as large as before.
+  void relate_to_rows(TensorId id, const HostTensor& expected, cases::Difference& d) const {
+    const bool behind_norm = problem_.operation == Operation::kChunkBackward &&
+                             problem_.qk_l2norm && (id == kDq || id == kDk);
+    if (!behind_norm) return;
+    const double before = cases::rms(gradient_before_norm(trial_, id).value());
+    const double size = cases::rms(expected) + cases::kLeastRms;
+    if (before <= size) return;
+    d.ratio *= size / before;
+    d.block_ratio *= size / before;
   }
 
   /// Relative, of a decay between two tokens in fp32: each is the difference of two sums gamma,

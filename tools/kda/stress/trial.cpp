@@ -27,14 +27,41 @@ Problem exact_problem(const Draw& draw) {
   return problem;
 }
 
-/// (3.1)
-void normalise(HostTensor& tensor) {
-  const int64_t K = tensor.shape.back();
-  for (int64_t row = 0; row < tensor.count(); row += K) {
+/// Each row times r of (3.1) of the row of x.
+void scale_by_norm(HostTensor& tensor, const HostTensor& x) {
+  const int64_t K = x.shape.back();
+  for (int64_t row = 0; row < x.count(); row += K) {
     double squares = 1e-6;
-    for (int64_t i = row; i < row + K; ++i) squares += tensor.get(i) * tensor.get(i);
+    for (int64_t i = row; i < row + K; ++i) squares += x.get(i) * x.get(i);
     for (int64_t i = row; i < row + K; ++i) tensor.set(i, tensor.get(i) / std::sqrt(squares));
   }
+}
+
+/// q and k of a backward as the recurrence sees them, and the gradients of those.
+struct SeenRows {
+  TensorMap inputs;
+  TensorMap gradients;
+};
+
+Result<SeenRows> seen_rows(const Trial& trial) {
+  Draw draw = trial.draw;
+  Problem& problem = draw.problem;
+  SeenRows seen{trial.inputs.inputs, {}};
+  for (const TensorId id : {kQ, kK, kV, kDo}) {  // of one type
+    problem.set(id, DType::kF64);
+    seen.inputs.at(id) = cases::converted(seen.inputs.at(id), DType::kF64);
+  }
+  if (problem.qk_l2norm) {
+    for (const TensorId id : {kQ, kK}) {
+      scale_by_norm(seen.inputs.at(id), HostTensor(seen.inputs.at(id)));
+    }
+  }
+  problem.qk_l2norm = false;
+  problem.set(kDq, DType::kF64).set(kDk, DType::kF64);
+  Result<TensorMap> outputs = expected_of(draw, seen.inputs);
+  if (!outputs.ok()) return outputs.status();
+  seen.gradients = std::move(*outputs);
+  return seen;
 }
 
 }  // namespace
@@ -57,27 +84,25 @@ Result<TensorMap> expected_of(const Draw& draw, const TensorMap& inputs) {
 }
 
 Result<double> largest_term_of_dg(const Trial& trial) {
-  Draw draw = trial.draw;
-  Problem& problem = draw.problem;
-  TensorMap inputs = trial.inputs.inputs;
-  for (const TensorId id : {kQ, kK, kV, kDo}) {  // of one type
-    problem.set(id, DType::kF64);
-    inputs.at(id) = cases::converted(inputs.at(id), DType::kF64);
-  }
-  if (problem.qk_l2norm) {
-    for (const TensorId id : {kQ, kK}) normalise(inputs.at(id));
-  }
-  problem.qk_l2norm = false;
-  problem.set(kDq, DType::kF64).set(kDk, DType::kF64);
-  Result<TensorMap> outputs = expected_of(draw, inputs);
-  if (!outputs.ok()) return outputs.status();
+  const Result<SeenRows> seen = seen_rows(trial);
+  if (!seen.ok()) return seen.status();
   double largest = 0;
   for (const auto& [rows, gradient] : {std::pair{kQ, kDq}, std::pair{kK, kDk}}) {
-    for (int64_t i = 0; i < inputs.at(rows).count(); ++i) {
-      largest = std::max(largest, std::fabs(inputs.at(rows).get(i) * outputs->at(gradient).get(i)));
+    const HostTensor& x = seen->inputs.at(rows);
+    const HostTensor& dx = seen->gradients.at(gradient);
+    for (int64_t i = 0; i < x.count(); ++i) {
+      largest = std::max(largest, std::fabs(x.get(i) * dx.get(i)));
     }
   }
   return largest;
+}
+
+Result<HostTensor> gradient_before_norm(const Trial& trial, TensorId gradient) {
+  Result<SeenRows> seen = seen_rows(trial);
+  if (!seen.ok()) return seen.status();
+  HostTensor dy = std::move(seen->gradients.at(gradient));
+  scale_by_norm(dy, trial.inputs.inputs.at(gradient == kDq ? kQ : kK));
+  return dy;
 }
 
 DType coarser(DType a, DType b) {

@@ -27,6 +27,9 @@ Result<cases::TensorMap> expected_of(const Draw& draw, const cases::TensorMap& i
 /// dg is a difference of sums of these (2.14).
 Result<double> largest_term_of_dg(const Trial& trial);
 
+/// Of a backward with l2norm: r dy, from which (3.3) makes dq or dk by r (dy - y <y, dy>).
+Result<cases::HostTensor> gradient_before_norm(const Trial& trial, TensorId gradient);
+
 /// The one with fewer digits.
 DType coarser(DType a, DType b);
 
