@@ -27,7 +27,7 @@ struct Emulation {
   int64_t kept = 0;  ///< backward, kR: tokens, a multiple of chunk. h is the forward's, from which
                      ///< the walk for v_new starts again so often
   bool fp32_gamma = false;  ///< the sums of (4.1) are rounded to fp32, in log2 units
-  double score_error = 0;  ///< relative, standard deviation: of each element of L, at random
+  double score_error = 0;   ///< relative, standard deviation: of each element of L, at random
 };
 
 /// o, h and final_state as fp64 tensors. Takes every option of a forward case; its chunk_size must
