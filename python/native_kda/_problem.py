@@ -168,9 +168,11 @@ def plan_of(
 
 def not_a_tensor(name: str, tensor: Any) -> ArgumentError:
     """For Frame.describe."""
+    lists = ("cu_seqlens", "state_indices", "num_accepted")
+    dtypes = "int32 or int64" if name in lists else "bf16, fp16, fp32 or fp64"
     return ArgumentError(
         f"{name}: found dtype {tensor.dtype} and shape {tuple(tensor.shape)}, expected an array of "
-        "bf16, fp16, fp32, fp64, int32 or int64 with 1 to 4 dimensions"
+        f"{dtypes} with 1 to 4 dimensions"
     )
 
 

@@ -126,7 +126,8 @@ def chunk_kda(
         g: [B, T, HV, K], natural-log decay; with use_gate_in_kernel the raw gate input.
         beta: [B, T, HV]; with use_beta_sigmoid_in_kernel its logits.
         scale: of the scores; K**-0.5 if None.
-        initial_state: [N, HV, K, V] in fp32, or [N, HV, V, K] with state_v_first.
+        initial_state: [N, HV, K, V] in fp32 (beside fp64 tensors fp64 too), or [N, HV, V, K] with
+            state_v_first.
         output_final_state: whether to return the state after the last token.
         use_qk_l2norm_in_kernel: q and k are normalised over K first.
         use_gate_in_kernel: the decay is -exp(A_log) softplus(g + dt_bias), or with lower_bound
@@ -149,7 +150,7 @@ def chunk_kda(
 
     Returns:
         (o, final_state), or (o, final_state, h). o: [B, T, HV, V] in the dtype of q. final_state:
-        fp32 in the layout of initial_state, or None.
+        fp32, of fp64 tensors fp64, in the layout of initial_state, or None.
     """
     if isinstance(backend, str) and backend == "auto" and not kwargs:
         tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
