@@ -48,9 +48,10 @@ def test_no_tensor_at_all(kind, name, what, request):
 def test_a_dtype_that_nothing_has_names_those_of_the_argument():
     x = arrays()
     starts = np.array([0, x["q"].shape[1]], np.uint32)
-    refused({**x, "cu_seqlens": starts}, "cu_seqlens", "found dtype .*, expected an array of int32 or int64 with")
+    text = "found dtype .*, expected an array of "
+    refused({**x, "cu_seqlens": starts}, "cu_seqlens", text + "int32 or int64 with")
     wrong = x["q"].astype(np.int16)
-    refused({**x, "q": wrong}, "q", "found dtype .*, expected an array of bf16, fp16, fp32 or fp64 with")
+    refused({**x, "q": wrong}, "q", text + "bf16, fp16, fp32 or fp64 with")
 
 
 @pytest.mark.parametrize("name", ALL)
