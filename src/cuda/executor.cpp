@@ -7,6 +7,7 @@
 
 #include <fmt/format.h>
 
+#include "core/shape.h"
 #include "core/view.h"
 #include "cuda/device.h"
 #include "cuda/device_check.h"
@@ -28,10 +29,8 @@ void forget(cudaError_t error) {
 bool writes_nothing(const Problem& problem) {
   const auto specs = tensors_of(problem.operation);
   return std::none_of(specs.begin(), specs.end(), [&](const TensorSpec& spec) {
-    if (spec.role != Role::kOutput || !problem.has(spec.id)) return false;
-    const TensorLayout& layout = problem[spec.id];
-    return std::find(layout.shape.begin(), layout.shape.begin() + layout.rank, 0) ==
-           layout.shape.begin() + layout.rank;
+    return spec.role == Role::kOutput && problem.has(spec.id) &&
+           count_elements(problem[spec.id]) > 0;
   });
 }
 
