@@ -222,22 +222,24 @@ TEST(StressJudge, KnowsWhatCancelsInDg) {
   EXPECT_EQ(with_error(1e-2), Names{"dg"});
 }
 
+/// What is faulty where an output is off by `error`, up and down in turns.
+Names faulty_by(double error, TensorId id, const Trial& trial) {
+  TensorMap outputs = right_outputs(trial);
+  HostTensor& output = outputs.at(id);
+  for (int64_t i = 0; i < output.count(); ++i) {
+    output.set(i, output.get(i) + (i % 2 == 0 ? error : -error));
+  }
+  return faulty(trial, outputs);
+}
+
 // Seed 8001, problem 49578: twelve equal keys, of which initial_state is a multiple, leave a
 // sixteenth of it.
 TEST(StressJudge, KnowsThatTokensMayEraseAState) {
   const Trial trial = prepare(draw(8001, 49578), false).value();
   const double size = cases::rms(trial.expected.at(kFinalState));
   EXPECT_LT(10 * size, cases::rms(*trial.inputs.input(kInitialState)));
-  const auto with_error = [&](double error) {
-    TensorMap outputs = right_outputs(trial);
-    HostTensor& state = outputs.at(kFinalState);
-    for (int64_t i = 0; i < state.count(); ++i) {
-      state.set(i, state.get(i) + (i % 2 == 0 ? error : -error));
-    }
-    return faulty(trial, outputs);
-  };
-  EXPECT_EQ(with_error(4e-5 * size), Names{});
-  EXPECT_EQ(with_error(4e-4 * size), Names{"final_state"});
+  EXPECT_EQ(faulty_by(4e-5 * size, kFinalState, trial), Names{});
+  EXPECT_EQ(faulty_by(4e-4 * size, kFinalState, trial), Names{"final_state"});
 }
 
 // Seed 9601, problem 66125, in fp64: all channels of q are alike, and so are all of k, so that the
@@ -246,16 +248,8 @@ TEST(StressJudge, KnowsWhatTheNormLeavesOfAGradient) {
   const Trial trial = prepare(draw(9601, 66125), false).value();
   const double size = cases::rms(trial.expected.at(kDq));
   EXPECT_LT(1e4 * size, cases::rms(gradient_before_norm(trial, kDq).value()));
-  const auto with_error = [&](double error) {
-    TensorMap outputs = right_outputs(trial);
-    HostTensor& dq = outputs.at(kDq);
-    for (int64_t i = 0; i < dq.count(); ++i) {
-      dq.set(i, dq.get(i) + (i % 2 == 0 ? error : -error));
-    }
-    return faulty(trial, outputs);
-  };
-  EXPECT_EQ(with_error(1e-9 * size), Names{});
-  EXPECT_EQ(with_error(1e-3 * size), Names{"dq"});
+  EXPECT_EQ(faulty_by(1e-9 * size, kDq, trial), Names{});
+  EXPECT_EQ(faulty_by(1e-3 * size, kDq, trial), Names{"dq"});
 }
 
 // Seed 8103, problem 40206: all keys of a head are one vector and beta is up to 1.9.

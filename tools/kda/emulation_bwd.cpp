@@ -98,7 +98,7 @@ class BackwardHead : public EmulatedHead {
     const Matrix Aqk = rounded(times(x.P, scale()), type);
     const Matrix kg = transposed(x.update);
     const Matrix dva = rounded(product(transposed(Aqk), grad_o), type);
-    const Matrix dv_new = rounded(difference(dva, times(product(kg, g.dh), -1)), type);
+    const Matrix dv_new = rounded(sum(dva, product(kg, g.dh)), type);
     decay(D, x);
     D = difference(D, times(product(transposed(rounded(x.qe, type)), grad_o), -scale()));
     D = difference(D, product(transposed(w_of(x)), dv_new));
@@ -108,8 +108,7 @@ class BackwardHead : public EmulatedHead {
     g.dP = lower(times(product(grad_o, transposed(g.v_new)), scale()), 0);
     const Matrix vb = rounded(by_rows(x.v, x.beta), type);
     const Matrix kb = rounded(by_rows(x.ke, x.beta), type);
-    const Matrix M =
-        difference(product(dv_new, transposed(vb)), times(product(dw, transposed(kb)), -1));
+    const Matrix M = sum(product(dv_new, transposed(vb)), product(dw, transposed(kb)));
     const Matrix inner = rounded(product(rounded(lower(M, -1), type), transposed(A)), type);
     g.dL = lower(times(product(transposed(A), inner), -1), -1);
   }
